@@ -1,10 +1,39 @@
 """What every test of a benchmark runs under."""
 
+import math
+import types
+
 import jax
+import numpy as np
 import pytest
+from jax._src.nn import initializers
+
+from benchmarks import harness
 
 
 @pytest.fixture(autouse=True)
 def _caches_stay(monkeypatch):
     """A benchmark empties JAX's caches between its cases: all other tests' programs would be compiled again."""
     monkeypatch.setattr(jax, "clear_caches", lambda: None)
+
+
+LARGEST = 1 << 18  # numbers: larger models are traced, and never drawn
+
+
+@pytest.fixture(autouse=True)
+def _numpy_draws(request, monkeypatch):
+    """XLA compiles random numbers for a tenth of a second a shape, and a model's first state for a second."""
+    if request.node.get_closest_marker("gpu"):
+        return
+    random, normal = initializers.random, harness.normal
+
+    def drawn(seed: int, shape: tuple[int, ...], dtype) -> jax.Array:
+        if math.prod(shape) > LARGEST:
+            return normal(seed, shape, dtype)
+        return jax.numpy.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+    first = lambda key, shape, dtype, **_: drawn(0, shape, dtype)
+    cut = lambda key, low, high, shape, dtype, **_: drawn(0, shape, dtype).clip(low, high)
+    numbers = types.SimpleNamespace(**(vars(random) | {"normal": first, "truncated_normal": cut}))
+    monkeypatch.setattr(initializers, "random", numbers)
+    monkeypatch.setattr(harness, "normal", drawn)

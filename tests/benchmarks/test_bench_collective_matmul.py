@@ -40,6 +40,12 @@ def fake_torch(monkeypatch):
     monkeypatch.setattr(peers_torch_collective, "TorchProcess", Fake)
 
 
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch):
+    """In a program: XLA compiles each of them."""
+    monkeypatch.setattr(bench_collective_matmul, "CALLS", dict.fromkeys(SIDES, 2))
+
+
 @needs_four
 def test_smoke_run_writes_a_row_for_each_side_that_works(tmp_path):
     result = run(bench_collective_matmul.main, *SMOKE_RUN, str(tmp_path))

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from PIL import Image
 
 import jaxops
@@ -18,6 +20,7 @@ from benchmarks.precision_trainings import gradient_errors, paired, work_of
 from jaxops.nn import Fp8Linear
 from models.data import Corpus
 from models.decoder import DecoderConfig
+from models.mesh import name_of
 from models.packing import Documents
 from models.presets import Preset
 from tests.command_line import run
@@ -34,6 +37,7 @@ DENSE = dataclasses.replace(
     TINY,
     model=dataclasses.replace(TINY.model, layers=1, hidden=16, experts=0, top_k=0, dense_layers=(), dense_hidden=None),
 )
+TWO_DENSE = dataclasses.replace(DENSE, model=dataclasses.replace(DENSE.model, layers=2))
 TEXT = Documents(np.random.default_rng(0).integers(1, 256, 1024).astype(np.uint8), np.array([0, 300, 700, 1024]))
 DIMENSIONS = (((1,), (0,)), ((), ()))
 
@@ -104,6 +108,8 @@ def test_what_a_side_changes():
     assert not whole[0].mlp.gate.pow2_scales
     assert cast[0].mlp.gate.dot_general == cast[1].attention.out.dot_general == SomeCasts("blockwise", ("wgrad.dout",))
     assert sides["bfloat16-halves"].preset(TINY).accumulate == 2
+    changed = {path for path, x in nnx.iter_modules(cast[1]) if isinstance(getattr(x, "dot_general", None), SomeCasts)}
+    assert changed == {("attention", name) for name in ("q", "k", "v", "out")}, "not the router, not the experts"
 
 
 def test_every_side_has_the_same_rows_and_each_start_its_own():
@@ -142,8 +148,9 @@ def test_trainings(tiny, monkeypatch, tmp_path):
     assert fp8["shape"] == {"T": 64, "D": 16, "layers": 1, "experts": 0, "steps": 3, "starts": 2}
 
 
-def test_gradients(tiny, tmp_path):
+def test_gradients(tiny, monkeypatch, tmp_path):
     """A row a side and point. Casts of wgrad alone reach the dense layers' own kernels and no other tensor."""
+    monkeypatch.setitem(bench_precision.SIZES, "cpu", TWO_DENSE)
     rows = rows_of(tmp_path, "--sides", "delayed,tensorwise-dense-wgrad", "--gradients")
     at = {(row["side"], row["step"]): {name: error for name, (_, error) in row["errors"].items()} for row in rows}
     assert len(rows) == len(at) == 9
@@ -153,8 +160,21 @@ def test_gradients(tiny, tmp_path):
         assert 0 < plain["all"] < wgrad["all"] < delayed["all"] < 0.5
         for name in ("0 mlp/gate/kernel", "1 attention/q/kernel"):
             assert wgrad[name] > 1.1 * plain[name]
-        for name in ("1 mlp/moe/gate", "embed/embedding"):
+        for name in ("1 mlp_norm/scale", "embed/embedding"):
             assert wgrad[name] == plain[name] < delayed[name]
+
+
+def test_gradients_by_layer(tiny, monkeypatch, tmp_path):
+    """With stacks of experts and of dense layers; the gradients are made up."""
+    shapes = nnx.state(layerwise := nnx.eval_shape(lambda: Side(BASELINE).model(TINY)), nnx.Param)
+    assert layerwise.config.stacks() == ((1,), (0,))
+    ones = {name_of(path).removesuffix("/value"): np.ones(x.shape) for path, x in jax.tree.leaves_with_path(shapes)}
+    kept = SimpleNamespace(kept=dict.fromkeys(range(4)))
+    monkeypatch.setattr(bench_precision, "trainer", lambda *_: lambda *_: kept)
+    monkeypatch.setattr(bench_precision, "gradient_of", lambda *_: lambda *_: ones)
+    (*_, row) = rows_of(tmp_path, "--sides", "rowwise", "--gradients")
+    assert row["errors"].keys() >= {"0 mlp/gate/kernel", "1 mlp/moe/gate", "0 attention/q/kernel", "embed/embedding"}
+    assert "0 mlp/moe/gate" not in row["errors"]
 
 
 def test_the_report(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ SAME_STATE = {"max_documents": None, "crowd": None, "policy": None, "unroll": Fa
 def _share_first_states(module):
     """States of the same model and seed come from one program; other settings of the optimizer do not change them."""
     init_state, programs = module.init_state, {}
+    graphdef = functools.cache(lambda *given: jax.eval_shape(lambda: init_state(*given))[0])
 
     def shared(*given):
         *sizes, preset, seed = given
@@ -27,7 +28,7 @@ def _share_first_states(module):
         key = dataclasses.replace(model, **same), preset.ema is None, preset.freeze, seed
         if key not in programs:
             programs[key] = jax.jit(lambda: init_state(*given)[1])
-        return jax.eval_shape(lambda: init_state(*given))[0], programs[key]()
+        return graphdef(*given), programs[key]()
 
     module.init_state = shared
 

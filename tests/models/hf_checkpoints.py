@@ -1,5 +1,6 @@
 """The small checkpoints in tests/data/hf, and changed copies of them."""
 
+import functools
 import json
 import pathlib
 import shutil
@@ -7,7 +8,10 @@ import shutil
 import jax
 import numpy as np
 import safetensors
+from flax import nnx
 
+from models import hf
+from models.decoder import Decoder
 from models.hf_files import DTYPES, new_header, write_file
 from tests.arrays import put
 
@@ -15,6 +19,15 @@ DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
 NAMES = sorted(folder.name for folder in DATA.iterdir())
 # Whose parts other ones have.
 ALIKE = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe_weights_as_they_are", "gpt_oss_mxfp4")
+
+
+@functools.cache
+def loaded(name: str) -> tuple[str, Decoder]:
+    """A checkpoint on the XLA backend, which no test changes. Like new arrays it is on no device for good: what is
+    computed with them is neither, and takes the same programs."""
+    architecture, model = hf.load(DATA / name, backend="xla")
+    nnx.update(model, jax.tree.map(lambda x: put(np.asarray(x)), nnx.state(model)))
+    return architecture, model
 
 
 def read(file: pathlib.Path) -> dict[str, jax.Array]:

@@ -17,17 +17,19 @@ from models.decoder_loss import loss_fn
 from models.packing import Batch
 from tests.arrays import put
 from tests.compare import assert_close
+from tests.models.test_decoder_parts import model_of
 
 DENSE = DecoderConfig(
     vocab=31, width=12, layers=2, heads=4, kv_heads=2, head_dim=6, hidden=20, qk_norm=True, backend="xla"
 )
 SPARSE = dataclasses.replace(DENSE, experts=5, top_k=2, tie_embeddings=True, qk_norm=False, policy=Policy())
+PLAIN = dataclasses.replace(SPARSE, dtype="bfloat16", qk_norm=True)
 TOKENS = put(np.random.default_rng(0).integers(0, 31, (2, 17)), jnp.int32)
 
 
 @functools.cache
-def model_of(config: DecoderConfig) -> Decoder:
-    return nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()  # compiled whole
+def started(config: DecoderConfig) -> Decoder:
+    return nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
 
 
 @nnx.jit
@@ -72,7 +74,7 @@ def test_shapes_and_dtypes():
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
     assert nnx.state(model)["blocks"]["attention"]["q"]["kernel"][...].shape == (2, 12, 24)
     assert nnx.eval_shape(lambda model: model(TOKENS), model_of(DENSE))[1] is None
-    first, second = nnx.state(model_of(DENSE))["blocks"]["attention"]["q"]["kernel"][...]
+    first, second = nnx.state(started(PLAIN))["blocks"]["attention"]["q"]["kernel"][...]
     assert not np.array_equal(first, second)  # each layer has its own start
 
 
@@ -93,13 +95,10 @@ def in_fp8(plain: Decoder, **options) -> Decoder:
     return nnx.merge(graphdef, nnx.state(plain, nnx.Param), empty)
 
 
-PLAIN = dataclasses.replace(SPARSE, dtype="bfloat16", qk_norm=True)
-
-
 @pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
 def test_fp8(unroll):
     """Close to bfloat16, and not equal; delayed scaling writes histories."""
-    plain = model_of(PLAIN)
+    plain = started(PLAIN)
     model = in_fp8(plain, unroll=unroll)
     logits, wanted = logits_of(model, TOKENS), logits_of(plain, TOKENS)
     assert 1e-3 < np.linalg.norm(logits - wanted) / np.linalg.norm(wanted) < 0.2
@@ -108,7 +107,7 @@ def test_fp8(unroll):
 
 
 def test_an_evaluation_writes_no_histories():
-    model = in_fp8(model_of(PLAIN))
+    model = in_fp8(started(PLAIN))
     model.eval()
     logits_of(model, TOKENS)
     for layers in histories_of(model):

@@ -27,15 +27,19 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def model():
-    return model_of(BYTES)
+def folder(tmp_path_factory):
+    made, beside = (
+        tmp_path_factory.mktemp("checkpoint"),
+        {"tokenizer_config.json": json.dumps({"chat_template": TEMPLATE})},
+    )
+    hf.save(made, "LlamaForCausalLM", model_of(BYTES), beside=beside)
+    return made
 
 
 @pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
-    made = tmp_path_factory.mktemp("checkpoint")
-    hf.save(made, "LlamaForCausalLM", model, beside={"tokenizer_config.json": json.dumps({"chat_template": TEMPLATE})})
-    return made
+def model(folder):
+    """On its device for good, as the command's own: they share programs."""
+    return hf.load(folder)[1]
 
 
 def words_of(model, prompts, length, **options) -> list[str]:

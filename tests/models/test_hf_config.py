@@ -20,7 +20,7 @@ from flax import nnx
 from models import hf, hf_config, hf_keys
 from models.decoder import Decoder, DecoderConfig, model
 from models.decoder.rope import turns
-from tests.models.hf_checkpoints import DATA, NAMES, changed
+from tests.models.hf_checkpoints import DATA, NAMES, changed, loaded
 from tests.models.hf_table import table
 
 CONFIGS: dict[str, dict] = json.loads((DATA.parent / "hf_configs.json").read_text())
@@ -36,12 +36,15 @@ def read_or_refused(read: Callable[[pathlib.Path], Any], folder: pathlib.Path) -
 
 @functools.cache
 def last_logits(config: DecoderConfig):
-    """A compiled program for any rotary positions and windows, in which most configurations differ."""
+    """A compiled program for any rotary positions, windows and scale, in which most configurations differ."""
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[0]
+    attention = model.soft_attention
 
-    def run(params, tokens, angles, windows):
+    def run(params, tokens, angles, windows, scale):
+        scaled = lambda *given, **how: attention(*given, **(how | {"scale": scale}))
         with (
             mock.patch.object(model, "turns", return_value=angles),
+            mock.patch.object(model, "soft_attention", scaled),
             mock.patch.object(Decoder, "_windows", return_value=windows),
         ):
             return nnx.merge(graphdef, params)(tokens)[0][0, -1]
@@ -50,9 +53,15 @@ def last_logits(config: DecoderConfig):
 
 
 def same_program(c: DecoderConfig) -> DecoderConfig:
-    """Equal where rotary positions and windows alone differ."""
-    same = dataclasses.replace(c, rope_base=1.0, rope_scaling=None, window=None, sliding=None)
-    return dataclasses.replace(same, attention_scale=c.scale if c.latent else None)
+    """Equal where rotary positions, windows and scale alone differ."""
+    return dataclasses.replace(c, rope_base=1.0, rope_scaling=None, window=None, sliding=None, attention_scale=None)
+
+
+def same_parameters(c: DecoderConfig) -> DecoderConfig:
+    """Equal where what is computed with them alone differs."""
+    groups = {"top_k": min(1, c.experts), "expert_groups": 1, "top_expert_groups": 1}
+    units = {"normalize": True, "weight_scale": 1.0, "clamp": None, "qkv_clip": None}
+    return dataclasses.replace(same_program(c), **groups, **units, rope_pairs=False, norm_epsilon=1.0)
 
 
 def computed(c: DecoderConfig, params: nnx.State, tokens: np.ndarray) -> jax.Array:
@@ -60,7 +69,7 @@ def computed(c: DecoderConfig, params: nnx.State, tokens: np.ndarray) -> jax.Arr
     at = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape)
     found = Decoder._windows(types.SimpleNamespace(config=c), T)  # pyright: ignore[reportArgumentType]
     windows = tuple(np.full(len(of), T, np.int32) if w is None else w for w, of in zip(found, c.stacks(), strict=True))
-    return last_logits(same_program(c))(params, tokens, turns(c, at, np.full_like(at, T)), windows)
+    return last_logits(same_program(c))(params, tokens, turns(c, at, np.full_like(at, T)), windows, c.scale)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -70,11 +79,14 @@ def test_each_key_left_out_and_odd_ones(name, tmp_path):
     tokens = np.asarray(safetensors.flax.load_file(DATA / name / "expected.safetensors")["tokens"])
     found = json.loads((DATA / name / "config.json").read_text())
     load = functools.partial(hf.load, backend="xla")
-    model = load(DATA / name)[1]
+    model = loaded(name)[1]
     params, compared = nnx.state(model), 0
     unchanged = functools.cache(lambda: computed(model.config, params, tokens))
-    for number, (said, expected) in enumerate(CONFIGS[name].items()):
-        folder = changed(tmp_path / str(number), name, **json.loads(said))
+    folder = changed(tmp_path, name)
+    for said, expected in CONFIGS[name].items():
+        keys = json.loads(said)
+        left = {key: value for key, value in (found | keys).items() if key not in keys or value is not None}
+        (folder / "config.json").write_text(json.dumps(left))
         got = read_or_refused(hf.read_config, folder)
         if got == whole:  # and so is what it computes
             assert expected == "same", said
@@ -85,7 +97,7 @@ def test_each_key_left_out_and_odd_ones(name, tmp_path):
         config, of_it = model.config, params
         if not isinstance(got, str):
             config = dataclasses.replace(got[1], backend="xla")
-            if same_program(config) != same_program(model.config):  # other parameters, perhaps
+            if same_parameters(config) != same_parameters(model.config):
                 got = read_or_refused(load, folder)
                 config, of_it = (config, of_it) if isinstance(got, str) else (got[1].config, nnx.state(got[1]))
         if isinstance(got, str):

@@ -43,8 +43,11 @@ def on_one_device(folder) -> nnx.State:
 
 
 @needs_four
-@pytest.mark.parametrize("small", [0, 1 << 24], ids=["updates", "whole"])
-@pytest.mark.parametrize("shape", ["fsdp=2,expert=2", "data=2,tensor=2"])
+@pytest.mark.parametrize(
+    ("shape", "small"),
+    [("fsdp=2,expert=2", 0), ("fsdp=2,expert=2", 1 << 24), ("data=2,tensor=2", 1 << 24)],
+    ids=["expert-updates", "expert-whole", "tensor-whole"],
+)
 def test_parameters_are_split_as_they_are_read(shape, small, folder, on_one_device, monkeypatch):
     monkeypatch.setattr(hf_place, "SMALL", small)
     mesh, wanted = make_mesh(shape), on_one_device

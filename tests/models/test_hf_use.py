@@ -1,6 +1,7 @@
 """Loaded checkpoints go on as transformers does, and train."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,31 +12,44 @@ from flax import nnx
 
 from models import hf, train_lm
 from models.data import split
+from models.decoder import Decoder
 from models.packing import Documents
 from models.presets import Preset
 from models.slots import Batching, generate
 from models.tokenizer import Bytes
-from tests.models.hf_checkpoints import ALIKE, DATA, NAMES, stored
+from tests.arrays import put
+from tests.models.hf_checkpoints import ALIKE, DATA, NAMES, loaded, stored
 
-ELSEWHERE = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")  # test_slots.py
+# In test_slots.py; and those whose parts others here have.
+ELSEWHERE = ("llama_odd_tied", "qwen3_moe", "mixtral_odd", "deepseek_v3_fp8")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE + ALIKE])
 def test_the_likeliest_tokens_are_those_of_transformers(name):
     """Of two prompts of 7 and 4 tokens at once, in pieces of 3, beyond windows and the texts of the first training."""
     expected = safetensors.flax.load_file(DATA / name / "expected.safetensors")
-    _, model = hf.load(DATA / name, backend="xla")
+    _, model = loaded(name)
     tokens = np.asarray(expected["tokens"])
     got = generate(model, [tokens[0, :7].tolist(), tokens[1, :4].tolist()], 9, batching=Batching(piece=3))
     np.testing.assert_array_equal([completion.tokens for completion in got], expected["greedy"])
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3_fp8", "gpt_oss_mxfp4"])
-def test_a_quantized_checkpoint_is_trained_and_saved(name, tmp_path):
-    """One step moves every parameter by the learning rate at most; what is saved is as near as its format allows."""
+def saves_quantized(name: str, folder: Path, preset: Preset, trained: Decoder) -> None:
+    """What is saved is as near as its format allows."""
+    architecture = train_lm.save_checkpoint(folder, preset, trained, Bytes())
+    again, read = hf.load(folder, backend="xla")
+    assert architecture == again == hf.read_config(DATA / name)[0]
+    assert {key: x.dtype for key, x in stored(folder).items()} == {
+        key: x.dtype for key, x in stored(DATA / name).items()
+    }
+    params = lambda model: jax.tree.leaves(nnx.state(model, nnx.Param))
+    for old, new in zip(params(trained), params(read), strict=True):
+        assert np.linalg.norm(old - new) <= 0.1 * np.linalg.norm(old)
+
+
+def started_from(name: str, rate: float) -> Preset:
     model = dataclasses.replace(hf.read_config(DATA / name)[1], backend="xla")
-    rate = 1e-3
-    preset = Preset(
+    return Preset(
         model,
         8,
         4,
@@ -46,6 +60,12 @@ def test_a_quantized_checkpoint_is_trained_and_saved(name, tmp_path):
         weight_decay=0.0,
         init_from=str(DATA / name),
     )
+
+
+def test_a_quantized_checkpoint_is_trained_and_saved(tmp_path):
+    """One step moves every parameter by the learning rate at most."""
+    name, rate = "deepseek_v3_fp8", 1e-3
+    preset = started_from(name, rate)
     tokens = np.random.default_rng(0).integers(0, 29, 400, dtype=np.uint8)
     corpus = split(Documents(tokens, np.arange(0, 401, 20)))
     preset = train_lm.with_room(preset, train_lm.make_rows(preset, corpus.train))
@@ -58,12 +78,12 @@ def test_a_quantized_checkpoint_is_trained_and_saved(name, tmp_path):
         moved = np.abs(new - old).max()
         assert 0 < moved < 1.1 * rate
     jax.tree.map(np.testing.assert_array_equal, state.histories, before[1])
-    trained = nnx.merge(graphdef, state.params, state.histories)
-    architecture = train_lm.save_checkpoint(tmp_path, preset, trained, Bytes())
-    again, loaded = hf.load(tmp_path, backend="xla")
-    assert architecture == again == hf.read_config(DATA / name)[0]
-    assert {key: x.dtype for key, x in stored(tmp_path).items()} == {
-        key: x.dtype for key, x in stored(DATA / name).items()
-    }
-    for old, new in zip(jax.tree.leaves(state.params), jax.tree.leaves(nnx.state(loaded, nnx.Param)), strict=True):
-        assert np.linalg.norm(old - new) <= 0.1 * np.linalg.norm(old)
+    saves_quantized(name, tmp_path, preset, nnx.merge(graphdef, state.params, state.histories))
+
+
+def test_a_quantized_checkpoint_with_other_parameters_is_saved(tmp_path):
+    """As far from the loaded ones as a training step moves them. Its gradients: test_hf.py, of gpt_oss."""
+    name, rng = "gpt_oss_mxfp4", np.random.default_rng(0)
+    graphdef, params, others = nnx.split(loaded(name)[1], nnx.Param, ...)
+    moved = jax.tree.map(lambda x: put(np.asarray(x) + 1e-3 * rng.uniform(-1, 1, x.shape), x.dtype), params)
+    saves_quantized(name, tmp_path, started_from(name, 1e-3), nnx.merge(graphdef, moved, others))

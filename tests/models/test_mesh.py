@@ -207,8 +207,9 @@ def test_a_sum_over_devices_is_rounded_once(options):
     mesh = jax.make_mesh((1, 1, 2, 1), AXES, devices=jax.devices()[:2], axis_types=(AxisType.Auto,) * 4)
     config = dataclasses.replace(SPARSE, **options)
     (alone, params), (sharded, _) = (
-        nnx.split(Experts(config, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True)
+        nnx.split(nnx.eval_shape(lambda of=of: Experts(config, sharded=of, rngs=nnx.Rngs(0)))) for of in (False, True)
     )
+    params = drawn_like(params, np.random.default_rng(1), 0.3)
     x = put(np.random.default_rng(0).normal(size=(2, 12, config.width)), config.dtype)
     specs = jax.tree.map_with_path(
         lambda path, _: P() if "router" in jax.tree_util.keystr(path) else P("expert"), params

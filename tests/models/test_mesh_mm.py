@@ -17,7 +17,7 @@ from models.modality_experts import ModalityExperts
 from models.multimodal import Multimodal, MultimodalConfig
 from models.multimodal_loss import losses_of
 from models.presets import MultimodalPreset
-from tests.arrays import put
+from tests.arrays import drawn_like, put
 from tests.compare import assert_close
 from tests.devices import needs_four
 from tests.models.test_interleaved import image_of, text_of
@@ -139,8 +139,10 @@ def test_experts_count_all_rows_once():
     """Over expert=2,tensor=2, with rows of both kinds and of none on each device: results, loss, load, gradients."""
     rng = np.random.default_rng(0)
     (alone, params), (sharded, _) = (
-        nnx.split(ModalityExperts(MODEL, sharded=sharded, rngs=nnx.Rngs(0))) for sharded in (False, True)
+        nnx.split(nnx.eval_shape(lambda of=of: ModalityExperts(MODEL, sharded=of, rngs=nnx.Rngs(0))))
+        for of in (False, True)
     )
+    params = drawn_like(params, rng, 0.3)
     x = put(rng.normal(size=(24, MODEL.width)), jnp.float32)
     rows = x, put(rng.random(24) < 0.6), put(rng.random(24) < 0.8)
     mesh = make_mesh("expert=2,tensor=2")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -190,22 +189,28 @@ def as_dit(model: Multimodal) -> DiT:
     """A DiT with the same weights, RMS instead of layer norms, and gated units instead of its MLPs."""
     c = model.config
     sizes = DiTConfig(c.layers, c.width, c.heads, c.patch_values, 1, ROOM.rows, attention="xla", backend="xla")
-    dit, rngs = DiT(sizes, rngs=nnx.Rngs(0)), nnx.Rngs(0)
     unit = dataclasses.replace(c.decoder(), hidden=c.image_hidden, experts=0, top_k=0)
     options = {"norm": "rms", "per": "sequence", "epsilon": c.norm_epsilon, "backend": "xla"}
-    dit.blocks = stacked(
-        lambda rngs: AdaLNZeroBlock(
-            c.width,
-            c.width,
-            ImageAttention(sizes, rngs=rngs),
-            PlainUnit(unit, unit.hidden, rngs=rngs),
-            rngs=rngs,
-            **options,
-        ),
-        c.layers,
-        rngs,
-    )
-    dit.norm = AdaRMSNorm(c.width, c.width, per="sequence", epsilon=c.norm_epsilon, backend="xla", rngs=rngs)
+
+    def made() -> DiT:
+        dit, rngs = DiT(sizes, rngs=nnx.Rngs(0)), nnx.Rngs(0)
+        dit.blocks = stacked(
+            lambda rngs: AdaLNZeroBlock(
+                c.width,
+                c.width,
+                ImageAttention(sizes, rngs=rngs),
+                PlainUnit(unit, unit.hidden, rngs=rngs),
+                rngs=rngs,
+                **options,
+            ),
+            c.layers,
+            rngs,
+        )
+        dit.norm = AdaRMSNorm(c.width, c.width, per="sequence", epsilon=c.norm_epsilon, backend="xla", rngs=rngs)
+        return dit
+
+    dit = nnx.eval_shape(made)  # what is not set below is zero: biases that the model has not
+    nnx.update(dit, jax.tree.map(lambda p: put(np.zeros(p.shape), p.dtype), nnx.state(dit, nnx.Param)))
     ours, blocks = model.blocks, dit.blocks
     nnx.update(blocks.modulation, nnx.state(ours.modulation.head))
     by_head = [
@@ -291,14 +296,15 @@ def reference(config: MultimodalConfig, p, batch, time) -> tuple[jax.Array, jax.
         hidden = jax.nn.silu(jnp.einsum("td,edh->teh", y, p["gate"])) * jnp.einsum("td,edh->teh", y, p["up"])
         return jnp.einsum("te,teh,ehd->td", weights, hidden, p["down"])
 
-    for layer in range(c.layers):
-        b = jax.tree.map(operator.itemgetter(layer), p["blocks"])
+    def block(x, b):
         m = jnp.split(cond @ b["modulation"]["head"]["kernel"] + b["modulation"]["head"]["bias"], 6, axis=1)
         h = attention(b["attention"], modulated(x, b["modulation"]["scale"][0], m[0], m[1]))
         x = x + jnp.where(image, m[2], 1) * h
         y = modulated(x, b["modulation"]["scale"][1], m[3], m[4])
         h = jnp.where(image, experts(b["moe"]["image"], y), experts(b["moe"]["text"], y))
-        x = x + jnp.where(image, m[5], 1) * h
+        return x + jnp.where(image, m[5], 1) * h, None
+
+    x, _ = jax.lax.scan(block, x, p["blocks"])
     m = jnp.split(cond @ p["modulation"]["head"]["kernel"] + p["modulation"]["head"]["bias"], 2, axis=1)
     x = modulated(x, p["modulation"]["scale"][0], *m)
     return x @ p["head"]["kernel"], x @ p["leave"]["kernel"] + p["leave"]["bias"]

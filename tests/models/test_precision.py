@@ -107,11 +107,12 @@ def test_the_commands_hand_it_on(command, options, precision, monkeypatch, tmp_p
 def test_training_in_delayed_scaling(tmp_path):
     """Every step appends to each history, evaluations do not; the returned model is in evaluation mode."""
     text = Documents(np.tile(np.frombuffer(b"abcdefgh", np.uint8), 64), np.array([0, 512]))
-    preset = train_lm.configure(TINY, None, "auto", PRECISIONS["fp8-delayed"])
+    dense = dataclasses.replace(TINY, model=dataclasses.replace(TINY_MOE, experts=0, top_k=0))
+    preset = train_lm.configure(dense, None, "auto", PRECISIONS["fp8-delayed"])
     model, history = train_lm.train(preset, Corpus(text, text), "nats", Run(tmp_path, Console(file=io.StringIO())))
     assert history.heldout[-1][1] < history.heldout[0][1] - 0.5
     histories = jax.tree.leaves(nnx.state(model, AmaxHistory))
-    assert [(h.shape, np.count_nonzero(h[0]), np.count_nonzero(h[1])) for layers in histories for h in layers] == 4 * [
+    assert [(h.shape, np.count_nonzero(h[0]), np.count_nonzero(h[1])) for layers in histories for h in layers] == 7 * [
         ((2, 16), TINY.steps, TINY.steps)
     ]
     assert model.blocks.attention.q.use_running_average

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import pathlib
 import re
 
 import jax
@@ -12,15 +11,15 @@ import pytest
 import safetensors.flax
 from flax import nnx
 
-from models import decoder, hf, slots
-from models.decoder import Decoder, DecoderConfig
+from models import decoder, slots
+from models.decoder import DecoderConfig
 from models.inference import for_inference
 from models.sampling import Sampling
 from models.slots import Batching, Completion, generate
+from tests.models.hf_checkpoints import DATA, loaded
 from tests.models.test_decoder_parts import model_of
 
-DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"
-NAMES = ("llama_odd_tied", "mixtral_odd", "qwen3_moe")  # the others are in test_hf_use.py
+NAMES = ("llama_odd_tied", "qwen3_moe")  # the others are in test_hf_use.py
 CONFIG = DecoderConfig(  # of one layer: for inference layers are unrolled; the checkpoints have more
     vocab=61, width=24, layers=1, heads=6, kv_heads=2, head_dim=6, hidden=20, experts=5, top_k=2, qk_norm=True
 )
@@ -63,7 +62,7 @@ def alone(stacked):
 def test_the_likeliest_tokens_are_those_of_transformers(name):
     """Of two prompts of 7 and 4 tokens at once."""
     expected = safetensors.flax.load_file(DATA / name / "expected.safetensors")
-    _, model = hf.load(DATA / name, backend="xla")
+    _, model = loaded(name)
     tokens = np.asarray(expected["tokens"])
     got = generate(model, [tokens[0, :7].tolist(), tokens[1, :4].tolist()], 9)
     np.testing.assert_array_equal([completion.tokens for completion in got], expected["greedy"])
@@ -145,7 +144,7 @@ def test_pieces_at_each_rows_own_position(stacked, model):
 
 def test_padding_is_the_same_in_all_rows_and_layers(monkeypatch):
     """So it goes to top_k experts, whatever the tokens and the old cache are."""
-    model = for_inference(Decoder(dataclasses.replace(CONFIG, layers=2), rngs=nnx.Rngs(0)))
+    model = for_inference(model_of(dataclasses.replace(CONFIG, layers=2)))
     call = decoder.Experts.__call__
 
     @nnx.jit
@@ -221,7 +220,7 @@ def test_prompts_that_are_prefilled_together():
 def test_nothing_recompiles(model):
     compiled = lambda: (slots._prefill._cache_size(), slots.advance._cache_size())
     for number, lengths in enumerate(([5, 9], [1, 2, 64], [5, 60, 100, 3, 63], [9, 9, 9, 9])):
-        generate(model, [[1] * n for n in lengths], 5, batching=Batching(slots=2, piece=64, steps=4))
+        generate(model, [[1] * n for n in lengths], 5, batching=BATCHINGS[0])
         if number == 0:
             before = compiled()
     assert compiled() == before
@@ -240,7 +239,7 @@ def test_pieces(length):
 def test_weights_are_read_and_caches_written_where_they_are(model):
     """In the compiled program nothing of the size of a layer's cache or of a weight is copied, and both are donated."""
     config = dataclasses.replace(CONFIG, experts=0, top_k=0, width=40, vocab=300)
-    dense = for_inference(Decoder(config, rngs=nnx.Rngs(0)))
+    dense = for_inference(model_of(config))
     graphdef, params = nnx.split(dense)
     rows = slots.empty_rows(dense, 3, 128)
     given = slots.Fixed(graphdef, Sampling(), (3,)), params, rows, np.zeros(3, bool), 4

@@ -57,9 +57,11 @@ OPTIMIZERS = {
 
 
 def draw(seed: int, shapes: Any = SHAPES, dtype=jnp.float32) -> Any:
+    """On the device for good, as the results of a step: one program for all steps."""
     shapes, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return tree.unflatten([jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)])
+    rng, device = np.random.default_rng(seed), jax.devices()[0]
+    arrays = [rng.normal(size=shape).astype(np.float32).astype(jnp.dtype(dtype)) for shape in shapes]
+    return tree.unflatten([jax.device_put(x, device) for x in arrays])
 
 
 def kinds(tree: Any) -> list[str]:
@@ -91,7 +93,8 @@ def assert_same_steps(tx, params: Any, pieces: int | None, min_bytes: int = 0, s
     shapes = jax.tree.map(lambda p: p.shape, params)
     step = jax.jit(streamed(tx, pieces=pieces).apply, donate_argnums=(0, 1), compiler_options=OPTIMISED)
     state = jax.tree.map(
-        lambda x: jnp.abs(draw(7, x.shape, x.dtype)) if x.ndim and x.dtype != bool else x, tx.init(params)
+        lambda x: abs(draw(7, x.shape, x.dtype)) if x.ndim and x.dtype != bool else jax.device_put(x, jax.devices()[0]),
+        tx.init(params),
     )
     wanted, got = (
         (params, state),
@@ -107,7 +110,7 @@ def assert_same_steps(tx, params: Any, pieces: int | None, min_bytes: int = 0, s
 
 @pytest.mark.parametrize(
     ("name", "pieces"),
-    [("adamw", 1), ("adamw", 2), ("adamw", 3), ("adamw", 50), ("adamw", None), ("lion", 2), ("momentum", 3)],
+    [("adamw", 1), ("adamw", 2), ("adamw", 50), ("adamw", None), ("lion", 2), ("momentum", 3)],
 )
 def test_pieces(name, pieces):
     """Remaining rows: kernel has 0, 2 or 6 of its 6, embedding 1, 3 or 7 of its 7, bias 0 or 2."""

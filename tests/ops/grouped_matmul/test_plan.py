@@ -73,6 +73,16 @@ def test_new_length_inside_a_bucket_finds_the_row(M):
     assert (plan.fwd, plan.wgrad) == (mark(100), mark(101))
 
 
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_rows_of_whole_cache_lines_are_apart(transpose_rhs):
+    """L2's loads bound products whose widths are no multiples of 64."""
+    whole, odd = (Problem(64, 32768, 2048, N, "float32", transpose_rhs) for N in (1408, 1400))
+    for problem, other in ((whole, odd), (odd, whole)):
+        rows = [row(name, mark(100), problem) for name in PASSES]
+        assert make_plan(problem, H200, rows) == Plan("pallas", mark(100), mark(100), mark(100))
+        assert make_plan(other, H200, rows) == make_plan(other, H200)
+
+
 def test_transposed_rhs_finds_rows_under_swapped_sizes_and_pass():
     """Its forward reads rhs as dgrad does: it takes the row of dgrad of the problem with K and N swapped."""
     swapped = dataclasses.replace(PROBLEM, K=PROBLEM.N, N=PROBLEM.K)

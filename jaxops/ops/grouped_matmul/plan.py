@@ -170,11 +170,11 @@ def _as_measured(pass_name: str, problem: Problem) -> tuple[str, Problem]:
 
 
 def _key(pass_name: str, *, G: int, M: int, K: int, N: int, dtype: str, transpose_rhs: bool = False, **_: Any) -> tuple:
-    """Sizes count up to the next power of two, so that a new sequence length needs no new tuning. 16-bit rows that are
-    no whole cache lines, which L2 delivers more slowly, are apart."""
+    """Sizes count up to the next power of two: a new length needs no tuning. Rows of whole cache lines load faster."""
     if transpose_rhs:
         pass_name, K, N = _TRANSPOSED[pass_name], N, K
-    return pass_name, dtype, K % 64 == N % 64 == 0, *(power_of_2(size) for size in (G, M, K, N))
+    lines = "whole lines" if K % 64 == N % 64 == 0 else "partial lines"
+    return pass_name, dtype, lines, *(power_of_2(size) for size in (G, M, K, N))
 
 
 def runs_triton(problem: Problem, device: Device) -> bool:

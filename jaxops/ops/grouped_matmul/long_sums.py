@@ -1,7 +1,7 @@
 """Into how many parts wgrad's sums over long groups are split: a rule of static shapes.
 
 Rows of groups are known on the device only. A split that helps one group of nearly all rows should cost balanced groups
-little, so `choose_split` weighs both: sums of less than two parts' rows stay whole, and then cost up to 1 us more
+little, so `choose_split` weighs both: sums of less than two parts' rows stay whole, and then cost up to 2 us more
 (waves.csv of an H100's results in profiles/, 2026-11-27).
 """
 

@@ -131,12 +131,12 @@ def read_tile(tiles, s):
 
 @gluon.jit
 def next_in_order(t, tiles):
-    """The tile after t of a program that takes every num_programs-th; its first one after program_id - num_programs;
-    `tiles` or more if there is none.
+    """The tile after t of a program that takes every num_programs-th; `tiles` or more if there is none. Its first one
+    is that after program_id - num_programs.
 
-    The last wave may have fewer tiles than programs. The two multiprocessors of a TPC share their way to L2, and in a
-    full grid they have programs 2i and 2i + 1 (H100, 2026-11-27, waves.csv in profiles/). So no such pair gets two
-    tiles while another one has none. A pair's two tiles lie beside each other, since they load the same operand.
+    The last wave may have fewer tiles than programs. The two multiprocessors of a TPC share their path to L2, and in a
+    full grid they run programs 2i and 2i + 1 (H100, 2026-11-27, waves.csv in profiles/). So no such pair gets two tiles
+    while another pair has none. A pair's two tiles are consecutive, since these often load the same operand.
     """
     programs = gl.num_programs(0)
     whole = tiles // programs * programs

@@ -9,6 +9,7 @@ import pytest
 from jax._src.nn import initializers
 
 from benchmarks import harness
+from tests.arrays import put
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def _numpy_draws(request, monkeypatch):
     def drawn(seed: int, shape: tuple[int, ...], dtype) -> jax.Array:
         if math.prod(shape) > LARGEST:
             return normal(seed, shape, dtype)
-        return jax.numpy.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+        return put(np.random.default_rng(seed).normal(size=shape), dtype)
 
     first = lambda key, shape, dtype, **_: drawn(0, shape, dtype)
     cut = lambda key, low, high, shape, dtype, **_: drawn(0, shape, dtype).clip(low, high)

@@ -12,7 +12,7 @@ from tests.contracts.entry import Op
 from tests.contracts.run import EVERYTHING, cases, cotangents_of, everything, is_float, parts, small, wanted
 from tests.contracts.test_x64 import traced
 from tests.hopper import lower_for_h200
-from tests.jaxprs import operations
+from tests.jaxprs import same_operations
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_precision(precision, name, way, set_precision):
         else:
             set_precision(None)
             same = traced(name, way, wide=False)
-        assert operations(found.jaxpr)[0] == operations(same.jaxpr)[0]
+        assert same_operations(found, same)
         return
     set_precision("highest")
     want = wanted(op, arguments, cotangents)

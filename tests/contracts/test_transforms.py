@@ -75,9 +75,9 @@ def of_place(op: Op, argument: str, place: tuple[int, ...]) -> tuple[int, ...]:
     return place if argument in op.local else place[1:3]
 
 
-def at_place(op: Op, place: tuple[int, ...], everything: tuple) -> tuple:
+def at_place(op: Op, place: tuple[int, ...], found: tuple) -> tuple:
     """Results and gradients of one example."""
-    results, gradients = everything
+    results, gradients = found
     at = functools.partial(of_place, op, place=place)
     of_one = {key: jax.tree.map(operator.itemgetter(at(key)), x) for key, x in gradients.items()}
     return jax.tree.map(operator.itemgetter(place), results), of_one

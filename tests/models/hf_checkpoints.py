@@ -57,8 +57,12 @@ def changed(tmp_path: pathlib.Path, name: str = "mixtral", tensors=None, **confi
         found = stored(folder)
         tensors(found)
         write(folder / "model.safetensors", found)
-    said = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in said.items() if key not in config or value is not None})
-    )
+    say(folder, name, **config)
     return folder
+
+
+def say(folder: pathlib.Path, name: str, **config) -> None:
+    """Writes the config.json of a checkpoint with other keys: None leaves one out."""
+    said = json.loads((DATA / name / "config.json").read_text()) | config
+    left = {key: value for key, value in said.items() if key not in config or value is not None}
+    (folder / "config.json").write_text(json.dumps(left))

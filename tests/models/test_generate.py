@@ -28,10 +28,8 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made, beside = (
-        tmp_path_factory.mktemp("checkpoint"),
-        {"tokenizer_config.json": json.dumps({"chat_template": TEMPLATE})},
-    )
+    made = tmp_path_factory.mktemp("checkpoint")
+    beside = {"tokenizer_config.json": json.dumps({"chat_template": TEMPLATE})}
     hf.save(made, "LlamaForCausalLM", model_of(BYTES), beside=beside)
     return made
 

@@ -20,7 +20,7 @@ from flax import nnx
 from models import hf, hf_config, hf_keys
 from models.decoder import Decoder, DecoderConfig, model
 from models.decoder.rope import turns
-from tests.models.hf_checkpoints import DATA, NAMES, changed, loaded
+from tests.models.hf_checkpoints import DATA, NAMES, changed, loaded, say
 from tests.models.hf_table import table
 
 CONFIGS: dict[str, dict] = json.loads((DATA.parent / "hf_configs.json").read_text())
@@ -84,9 +84,7 @@ def test_each_key_left_out_and_odd_ones(name, tmp_path):
     unchanged = functools.cache(lambda: computed(model.config, params, tokens))
     folder = changed(tmp_path, name)
     for said, expected in CONFIGS[name].items():
-        keys = json.loads(said)
-        left = {key: value for key, value in (found | keys).items() if key not in keys or value is not None}
-        (folder / "config.json").write_text(json.dumps(left))
+        say(folder, name, **json.loads(said))
         got = read_or_refused(hf.read_config, folder)
         if got == whole:  # and so is what it computes
             assert expected == "same", said

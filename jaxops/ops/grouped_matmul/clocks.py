@@ -44,6 +44,11 @@ def unaligned(width: int) -> bool:
     return 2 * width % SECTOR_BYTES > 0
 
 
+def whole_lines(*widths: int) -> bool:
+    """Whether rows of so many 16-bit numbers are whole cache lines, which L2 delivers faster."""
+    return all(2 * width % LINE_BYTES == 0 for width in widths)
+
+
 # Of Hopper's kernels, fitted to 96 passes of random shapes, each with even and uneven groups and up to ten tiles (H100
 # 80GB HBM3, 2026-11-26, profiles/tiles.csv). What the model chooses takes 1.023 times as long as the fastest tiles
 # (geometric mean), at most 1.33 times.
@@ -138,7 +143,7 @@ def takes_clusters(pass_name: str, problem: "Problem") -> bool:
     """
     K, N = problem.K, problem.N
     padded = pass_name == "wgrad" and 256**2 * -(-K // 256) * -(-N // 256) > 2 * K * N
-    return not padded and problem.rows >= 128 and max(_lines(K), _lines(N)) > 1
+    return not padded and problem.rows >= 128 and not whole_lines(K, N)
 
 
 def work(pass_name: str, problem: "Problem", tiles: "Tiles") -> tuple[float, float]:

@@ -18,6 +18,7 @@ from jaxops.ops.grouped_matmul.clocks import (
     sums_of,
     takes_clusters,
     unaligned,
+    whole_lines,
     work,
 )
 from jaxops.ops.grouped_matmul.long_sums import choose_split, time_of_best_split
@@ -170,10 +171,10 @@ def _as_measured(pass_name: str, problem: Problem) -> tuple[str, Problem]:
 
 
 def _key(pass_name: str, *, G: int, M: int, K: int, N: int, dtype: str, transpose_rhs: bool = False, **_: Any) -> tuple:
-    """Sizes count up to the next power of two: a new length needs no tuning. Rows of whole cache lines load faster."""
+    """Sizes count up to the next power of two: a new length needs no tuning. Rows of whole cache lines are apart."""
     if transpose_rhs:
         pass_name, K, N = _TRANSPOSED[pass_name], N, K
-    lines = "whole lines" if K % 64 == N % 64 == 0 else "partial lines"
+    lines = "whole lines" if whole_lines(K, N) else "partial lines"
     return pass_name, dtype, lines, *(power_of_2(size) for size in (G, M, K, N))
 
 
@@ -205,7 +206,6 @@ def check_triton(problem: Problem, device: Device) -> None:
 # `has_thin_tile`.
 _LEAST_ROWS = 8
 LEAST_ROWS_OF_UNIT = 32  # likewise of products fused with an activation; fewer have not been measured
-
 
 _SHORT = 32  # rows of a mean group up to which an H100's wgrad takes the Pallas kernel, with tiles of 64 rows
 _DYNAMIC_ROWS = 192  # of a mean group: with fewer, reading the weights takes longer than the products
@@ -338,7 +338,7 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
     dynamic = pass_name == "wgrad" or rows <= _DYNAMIC_ROWS
     dynamic |= unaligned(problem.K) + unaligned(problem.N) >= (1 if rows < 1024 else 2)
-    deep = problem.K % 64 == problem.N % 64 == 0 and _DYNAMIC_ROWS < rows < 1024
+    deep = whole_lines(problem.K, problem.N) and _DYNAMIC_ROWS < rows < 1024
     found = [
         Tiles(bm, bn, 64, 8, stages, ping_pong=ping_pong, dynamic=dynamic or bm == bn, **how)
         for (bm, bn, ping_pong), stages in zip(HOPPER_TILES, (4 if deep else 3, 4, 5, 6), strict=True)

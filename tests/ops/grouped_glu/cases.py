@@ -15,6 +15,7 @@ from jaxops.ops.grouped_glu.reference import grouped_glu_reference
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.grouped_matmul.cases import plan_of as product_plan_of
+from tests.programs import jit_once
 
 # "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -69,14 +70,9 @@ def join(w_gate, w_up):
     return jnp.concatenate([w_gate, w_up], axis=2)
 
 
+@jit_once("run", "joined", "options")
 def run_all(arrays, run: str, joined: bool = False, options: tuple = ()):
     """(h, dx, dw_gate, dw_up); one compilation a shape, whatever the offsets."""
-    # JAX keys its cache on how arguments are passed.
-    return _run_all(arrays, run, joined, options)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _run_all(arrays, run: str, joined: bool, options: tuple):
     x, w_gate, w_up, dh, offsets = arrays
 
     def f(x, w_gate, w_up):

@@ -14,6 +14,7 @@ from jaxops.ops.grouped_matmul import Plan, Tiles, grouped_matmul_sum
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from tests.arrays import put
 from tests.compare import assert_close
+from tests.programs import jit_once
 
 # "interpret" runs the Pallas kernels in Pallas' interpreter, "gpu" compiles them, "triton" runs the Gluon kernels for
 # Hopper, which need 16-bit dtypes and widths that are multiples of 8.
@@ -71,14 +72,9 @@ def make_case(sizes, K: int, N: int, *, dtype="float32", before: int = 0, after:
     return Case(*(put(x, dtype) for x in (lhs, rhs, bias, dout)), put(offsets, jnp.int32))
 
 
+@jit_once("run", "transpose_rhs", "precision")
 def run_all(case_arrays, run: str, transpose_rhs: bool = False, precision: str | None = "highest"):
     """(out, dlhs, drhs, dbias); one compilation a shape, whatever the offsets."""
-    # JAX keys its cache on how arguments are passed.
-    return _run_all(case_arrays, run, transpose_rhs, precision)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _run_all(case_arrays, run: str, transpose_rhs: bool, precision: str | None):
     lhs, rhs, bias, dout, offsets = case_arrays
 
     def f(lhs, rhs, bias):

@@ -1,7 +1,6 @@
 """Random problems for modality_grouped_matmul, with NaN wherever nothing may be read, and the ways to run them."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.reference import modality_grouped_matmul_reference
 from tests.arrays import put
 from tests.compare import assert_close
+from tests.programs import jit_once
 
 # As in tests/ops/grouped_matmul/cases.py.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -91,16 +91,11 @@ def make_case(sizes, shapes=SHAPES, *, dtype="float32", before: int = 0, after: 
     )
 
 
+@jit_once("run", "transpose_rhs", "precision", "plan")
 def run_all(
     arrays, run: str, transpose_rhs: bool = False, precision: str | None = "highest", plan: Plans | None = None
 ):
     """(out, dlhs, drhs); one compilation a shape, whatever the offsets. plan: instead of the run's."""
-    # JAX keys its cache on how arguments are passed.
-    return _run_all(arrays, run, transpose_rhs, precision, plan)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _run_all(arrays, run: str, transpose_rhs: bool, precision: str | None, plan: Plans | None):
     lhs, rhs, dout, offsets = arrays
 
     def f(lhs, rhs):

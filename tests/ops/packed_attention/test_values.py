@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +43,9 @@ MASKS = {
 packings = st.tuples(st.integers(0, 3), st.lists(st.integers(0, LONGEST), min_size=B, max_size=B))
 
 
-def seen(ends, key_ends, until, mask, keys: int) -> np.ndarray:
+def seen(ends, key_ends, until, mask, window: int | None, keys: int) -> np.ndarray:
     """Bool [T, keys]: whether a row sees a key, pair by pair."""
     found = np.zeros((len(until), keys), bool)
-    window = MASKS[mask].get("window")
     for (start, end), (key_start, key_end) in zip(
         itertools.pairwise(ends.tolist()), itertools.pairwise(key_ends.tolist()), strict=True
     ):
@@ -91,16 +89,15 @@ def test_runs_of_keys(mask, cross, packing, key_packing, seed):
     ends, key_ends = ends_of(*packing, T), ends_of(*(key_packing if cross else packing), keys)
     until = until_of(seed, keys)
     for window in (MASKS[mask].get("window"), 2**31 - 1) if "window" in mask else (None,):
-        with mock.patch.dict(MASKS[mask], {} if window is None else {"window": window}):
-            found = visible_rows(
-                ends, key_ends if cross else None, until if mask.startswith("until") else None,
-                T=T, S=keys, causal=mask.startswith("causal"), window=window,
-            )  # fmt: skip
-            first, end, inside = map(np.asarray, found)
-            key = np.arange(keys)[None, :]
-            want = seen(ends, key_ends, until, mask, keys)
-            np.testing.assert_array_equal((first[:, None] <= key) & (key < end[:, None]), want)
-            np.testing.assert_array_equal(inside, [ends[0], ends[-1], key_ends[0], key_ends[-1]])
+        found = visible_rows(
+            ends, key_ends if cross else None, until if mask.startswith("until") else None,
+            T=T, S=keys, causal=mask.startswith("causal"), window=window,
+        )  # fmt: skip
+        first, end, inside = map(np.asarray, found)
+        key = np.arange(keys)[None, :]
+        want = seen(ends, key_ends, until, mask, window, keys)
+        np.testing.assert_array_equal((first[:, None] <= key) & (key < end[:, None]), want)
+        np.testing.assert_array_equal(inside, [ends[0], ends[-1], key_ends[0], key_ends[-1]])
 
 
 @functools.partial(jax.jit, static_argnames=("mask", "cross"))
@@ -121,7 +118,7 @@ def check_every_way(mask, cross, packing, key_packing, seed) -> None:
     q, k, v, dout = arrays(seed, T, S if cross else T)
     ends, key_ends = ends_of(*packing, T), ends_of(*(key_packing if cross else packing), k.shape[0])
     until = until_of(seed, k.shape[0])
-    wanted = one_at_a_time(q, k, v, seen(ends, key_ends, until, mask, k.shape[0]))
+    wanted = one_at_a_time(q, k, v, seen(ends, key_ends, until, mask, MASKS[mask].get("window"), k.shape[0]))
     outside, keys_outside = (np.r_[0 : e[0], e[-1] : n] for e, n in ((ends, T), (key_ends, k.shape[0])))
     for x, rows in ((q, outside), (dout, outside), (k, keys_outside), (v, keys_outside)):
         x[rows] = np.nan

@@ -147,10 +147,10 @@ def release(pipe, s, pred=True):
 
 @gluon.jit
 def finish_tiles(pipe, s, phase):
-    """A tile of 0 steps ends a consumer's loop: one for both, or one for each in ping-pong."""
+    """A tile of -1 steps ends a consumer's loop: one for both, or one for each in ping-pong."""
     for _ in gl.static_range(2 // pipe.SPLIT):
         mbarrier.wait(pipe.empty.index(s), phase)
-        write_tile(pipe.tiles, s, (-1, 0, 0, 0, 0), GATHER_WARPS if pipe.GATHERED else 1)
+        write_tile(pipe.tiles, s, (-1, 0, 0, 0, -1), GATHER_WARPS if pipe.GATHERED else 1)
         mbarrier.arrive(pipe.full.index(s), count=GATHER_ARRIVALS if pipe.GATHERED else 1)
         s, phase = advance(s, phase, pipe.STAGES)
 
@@ -255,28 +255,30 @@ def produce(
             upper, upper_mask = gather_pointers(gather, K, row, inside, PART)
             lower, lower_mask = gather_pointers(gather, K, row + PART, inside - PART, PART)
         mbarrier.wait(pipe.empty.index(s), phase)
-        # Tiles outside the groups and empty groups run one step on zeros: TMA fills them in past K or before a window.
-        steps = gl.cdiv(max(size, 1), BK)
+        steps = gl.cdiv(size, BK)
         second = 0  # where the second summand's steps start
         if OPERANDS == "sum":
-            second = gl.where(size > 0, steps * BK, K + BK)
-            steps = gl.where(size > 0, 2 * steps, steps)
+            second = steps * BK
+            steps *= 2
         if KIND == ROWS:
             write_tile(pipe.tiles, s, (group, row, end, col, steps), WARPS)
         else:  # rows of all groups' C
             write_tile(pipe.tiles, s, (group, row + matrix * end, end + matrix * end, col, steps), WARPS)
-        for at in range(first, first + steps * BK, BK):
+        # A tile outside the groups, or of an empty group, passes a stage without operands.
+        for at in range(first, first + max(steps, 1) * BK, BK):
             mbarrier.wait(pipe.empty.index(s), phase)
             if gl.num_ctas() > 1:
                 mbarrier.wait(pipe.shared.index(s), phase)
-            if pipe.GATHERED:
+            if steps == 0:
+                mbarrier.arrive(pipe.full.index(s), count=GATHER_ARRIVALS if pipe.GATHERED else 1)
+            elif pipe.GATHERED:
                 mbarrier.expect(pipe.full.index(s), B_BYTES)
                 load_b(pipe, b_descs, pipe.full.index(s), s, matrix, at, col, BESIDE)
                 async_copy.async_load(pipe.a.index(2 * s), upper + at, mask=upper_mask)
                 async_copy.async_load(pipe.a.index(2 * s + 1), lower + at, mask=lower_mask)
                 async_copy.mbarrier_arrive(pipe.full.index(s), increment_count=False)
             else:
-                left = min(first + size - at, BK)  # 0 of an empty group
+                left = min(first + size - at, BK)
                 full = pipe.full.index(s)
                 both = row + PART < end
                 A_BYTES: gl.constexpr = a_descs[0].nbytes_per_cta
@@ -339,12 +341,12 @@ def next_tile(pipe, s, phase, parity, WHICH: gl.constexpr):
 
 @gluon.jit
 def skip_tile(pipe, steps, s, phase, WHICH: gl.constexpr):
-    """Releases the steps of a tile in which this consumer has no rows; in ping-pong only the last tile, of 0 steps."""
+    """Releases the steps of a tile in which this consumer has no rows; in ping-pong only the one that ends the loop."""
     if pipe.SPLIT == 1:
         s, phase = advance(s, phase, pipe.STAGES)
         pass_order(pipe, s, phase, 1 - WHICH)
     else:
-        for _ in range(steps):
+        for _ in range(gl.where(steps == 0, 1, steps)):
             mbarrier.wait(pipe.full.index(s), phase)
             release(pipe, s)
             s, phase = advance(s, phase, pipe.STAGES)
@@ -353,25 +355,30 @@ def skip_tile(pipe, steps, s, phase, WHICH: gl.constexpr):
 
 @gluon.jit
 def mainloop(pipe, acc, steps, s, phase, WHICH: gl.constexpr):
-    """acc + A @ B over the tile's steps, at least one. A stage is released while the next step is multiplied."""
+    """acc + A @ B over the tile's steps. A stage is released while the next step is multiplied."""
     PART: gl.constexpr = WHICH if pipe.SPLIT > 1 else 0
-    for k in range(steps):
-        mbarrier.wait(pipe.full.index(s), phase)
-        if pipe.GATHERED:  # written by threads, read by the tensor core
-            fence_async_shared()
-        a = pipe.a.index(pipe.SPLIT * s + PART)
-        b = pipe.b.index(s)
-        if pipe.KIND == CONTRACTION:
-            a = a.permute((1, 0))
-        if pipe.TRANSPOSED:
-            b = b.permute((1, 0))
-        acc = warpgroup_mma(a, b, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        release(pipe, (s + pipe.STAGES - 1) % pipe.STAGES, k > 0)
+    if steps > 0:
+        for k in range(steps):
+            mbarrier.wait(pipe.full.index(s), phase)
+            if pipe.GATHERED:  # written by threads, read by the tensor core
+                fence_async_shared()
+            a = pipe.a.index(pipe.SPLIT * s + PART)
+            b = pipe.b.index(s)
+            if pipe.KIND == CONTRACTION:
+                a = a.permute((1, 0))
+            if pipe.TRANSPOSED:
+                b = b.permute((1, 0))
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            release(pipe, (s + pipe.STAGES - 1) % pipe.STAGES, k > 0)
+            s, phase = advance(s, phase, pipe.STAGES)
+        if pipe.SPLIT == 1:
+            pass_order(pipe, s, phase, 1 - WHICH)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    else:  # a stage without operands
         s, phase = advance(s, phase, pipe.STAGES)
-    if pipe.SPLIT == 1:
-        pass_order(pipe, s, phase, 1 - WHICH)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+        if pipe.SPLIT == 1:
+            pass_order(pipe, s, phase, 1 - WHICH)
     release(pipe, (s + pipe.STAGES - 1) % pipe.STAGES)
     return acc, s, phase
 
@@ -390,7 +397,7 @@ def consume(pipe, out, args, sizes, parts, WHICH: gl.constexpr, EPILOGUE: gl.con
     more = True
     while more:
         group, row, end, col, steps, s, phase, parity = next_tile(pipe, s, phase, parity, WHICH)
-        more = steps > 0
+        more = steps >= 0
         if row < end:
             tile = (group, row, end, col, steps)
             s, phase, carry = EPILOGUE(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH, VARIANT)

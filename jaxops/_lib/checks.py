@@ -10,10 +10,16 @@ import numpy as np
 FLOATS = ("bfloat16", "float16", "float32")
 
 
+def type_name(value: Any) -> str:
+    """For errors: "None", "an array", "an int", "a list"."""
+    name = "array" if isinstance(value, jax.Array) else type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def check_array(name: str, x, needed: str) -> None:
     """x has a shape and a dtype."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name} is a {type(x).__name__}; pass {needed}.")
+        raise TypeError(f"{name} is {type_name(x)}; pass {needed}.")
 
 
 def check_float(name: str, x: jax.Array, shape: str) -> None:
@@ -47,7 +53,7 @@ def float_dtype(name: str, dtype) -> jnp.dtype:
 def check_flag(name: str, value: Any) -> bool:
     """value is Python's or numpy's True or False, not merely truthy: "no" would be."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; write True or False.")
+        raise TypeError(f"{name} is {value!r}; write True or False.")
     return bool(value)
 
 
@@ -70,7 +76,7 @@ def check_number(name: str, value: Any, least: int | None = None) -> float:
 def _check_kind(name: str, value: Any, kind: type, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
         needed = f"it must be a Python {what}, known when the call is traced."
-        raise TypeError(f"{name} is a {type(value).__name__}; {needed}")
+        raise TypeError(f"{name} is {type_name(value)}; {needed}")
 
 
 def _check_least(name: str, value: Any, least: int | None) -> None:
@@ -81,6 +87,14 @@ def _check_least(name: str, value: Any, least: int | None) -> None:
 def check_size(what: str, got: int, needed_by: str, needed: int) -> None:
     if got != needed:
         raise ValueError(f"{what} is {got}, but {needed_by} is {needed}: they must be equal.")
+
+
+def check_groups(group_offsets: jax.Array, groups: str, G: int) -> None:
+    """group_offsets [G + 1] fit an array whose groups are counted by `groups`, e.g. "rhs.shape[0]"."""
+    found = group_offsets.shape[0]
+    if found != G + 1:
+        needed = "the cumulative sum of the group sizes, with a 0 before it"
+        raise ValueError(f"len(group_offsets) is {found}; {groups} = {G} groups need {G + 1} offsets: {needed}.")
 
 
 def check_choice(name: str, value: str | None, known) -> None:

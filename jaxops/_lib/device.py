@@ -226,8 +226,7 @@ def check_gluon(device: Device) -> None:
     """
     if not device.is_hopper:
         raise NotImplementedError(
-            f"backend='triton' needs a Hopper GPU (compute capability 9.0); this is {device.kind}. "
-            "Use backend='pallas'."
+            f"backend='triton' needs a Hopper GPU (compute capability 9.0); this is {device.kind}. Use backend='auto'."
         )
     if gluon_missing():
-        raise NotImplementedError(f"backend='triton' cannot run here: {gluon_missing()}. Or use backend='pallas'.")
+        raise NotImplementedError(f"backend='triton' cannot run here: {gluon_missing()}. Or use backend='auto'.")

@@ -61,7 +61,7 @@ class Pipeline:
     """The stages in shared memory and their synchronisation.
 
     a, b: operand tiles of each stage; a has a buffer a stage for each of the SPLIT consumers that share a tile.
-    tiles: five integers a stage, the tile descriptor that the producer passes with a tile's first step.
+    tiles: five integers a stage, the tile descriptor that the producer passes with a tile's first stage.
     full, empty: an mbarrier a stage.
     shared: in a cluster, an mbarrier a stage on which the consumers of both programs arrive, for loads of B to both.
     order: ping-pong only, an mbarrier on which consumer i waits before its mainloop.
@@ -341,7 +341,8 @@ def next_tile(pipe, s, phase, parity, WHICH: gl.constexpr):
 
 @gluon.jit
 def skip_tile(pipe, steps, s, phase, WHICH: gl.constexpr):
-    """Releases the steps of a tile in which this consumer has no rows; in ping-pong only the one that ends the loop."""
+    """Releases the stages of a tile in which this consumer has no rows. In ping-pong that is the tile of -1 steps alone:
+    it passes the order on."""
     if pipe.SPLIT == 1:
         s, phase = advance(s, phase, pipe.STAGES)
         pass_order(pipe, s, phase, 1 - WHICH)
@@ -355,7 +356,8 @@ def skip_tile(pipe, steps, s, phase, WHICH: gl.constexpr):
 
 @gluon.jit
 def mainloop(pipe, acc, steps, s, phase, WHICH: gl.constexpr):
-    """acc + A @ B over the tile's steps. A stage is released while the next step is multiplied."""
+    """acc + A @ B over the tile's steps. A stage is released while the next step is multiplied. Of 0 steps: acc; releases
+    the tile's one stage."""
     PART: gl.constexpr = WHICH if pipe.SPLIT > 1 else 0
     if steps > 0:
         for k in range(steps):

@@ -6,12 +6,14 @@ from typing import Any, TypeVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxops._lib.checks import type_name
+
 Function = TypeVar("Function", bound=Callable)
 
 
 def check_name(name: Any, where: str) -> None:
     if not isinstance(name, str):
-        raise TypeError(f"{where} has {name!r}, a {type(name).__name__}; names are strings.")
+        raise TypeError(f"{where} has {name!r}, {type_name(name)}; names are strings.")
     if not all(name.split(".")):
         raise ValueError(f"{where} has the name {name!r}: a name and each of its parts between dots must not be empty.")
 

@@ -12,6 +12,7 @@ import jax
 
 from jaxops._lib import jit_keys
 from jaxops._lib.cache_files import cache_folder, write_whole
+from jaxops._lib.checks import type_name
 from jaxops._lib.device import Device, warn_once
 
 
@@ -69,9 +70,7 @@ def use_rows(source: str | os.PathLike) -> Any:
       TypeError: source is neither a string nor a path.
     """
     if not isinstance(source, (str, os.PathLike)):
-        raise TypeError(
-            f"source is a {type(source).__name__}; write 'shipped', 'user' or the path of a folder of tuned rows."
-        )
+        raise TypeError(f"source is {type_name(source)}; write 'shipped', 'user' or the path of a folder of rows.")
     if source in ("shipped", "user"):
         return jit_keys.rows_source(source)
     folder = pathlib.Path(source).expanduser().resolve()

@@ -12,7 +12,7 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Dtype, Initializer
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops.nn.arguments import Activation, check_backend, check_sizes, make_part
+from jaxops.nn.arguments import Activation, check_backend, check_dtypes, check_sizes, make_part
 from jaxops.ops.adaln import Plan, adaln, gated_residual, gated_residual_adaln
 
 Per = Literal["sequence", "row"]
@@ -102,6 +102,7 @@ class _AdaNorm(_Modulated):
         self.activation: Activation | None = activation
         self.per: Per | None = per
         self._check(epsilon, backend=backend, norm=self.norm, activation=activation, per=per)
+        check_dtypes(dtype, param_dtype)
         self.modulation = self._make_modulation(2, linear, modulation_init, rngs)
         self.weight = nnx.Param(jnp.ones(num_features, param_dtype)) if use_weight else nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(num_features, param_dtype)) if use_bias else nnx.data(None)
@@ -260,6 +261,7 @@ class AdaLNZeroBlock(_Modulated):
         self.epsilon, self.dtype, self.param_dtype, self.backend, self.plan = epsilon, dtype, param_dtype, backend, plan
         self.norm, self.per = norm, per
         self._check(*self._epsilons(), backend=backend, norm=norm, per=per)
+        check_dtypes(dtype, param_dtype)
         self.mixer = make_part(mixer, rngs=rngs)
         self.mlp = make_part(mlp, rngs=rngs)
         _check_takes_offsets(self.mixer)

@@ -15,6 +15,9 @@ from jaxops.ops.grouped_glu import grouped_glu
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
 
 
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
 def check_sizes(**sizes: Any) -> None:
     """
     Raises:
@@ -33,6 +36,21 @@ def check_backend(backend: Any, *kernels: str) -> None:
     known = ("auto", *kernels, "xla")
     if not isinstance(backend, str) or backend not in known:
         raise ValueError(f"backend={backend!r}: write {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.")
+
+
+def check_dtypes(dtype: Any, param_dtype: Any) -> None:
+    """Of a layer whose kernels multiply in dtype, which is None where the call's arrays decide.
+
+    Raises:
+      TypeError: another dtype than bfloat16, float16 or float32.
+    """
+    for name, value in {"dtype": jnp.float32 if dtype is None else dtype, "param_dtype": param_dtype}.items():
+        try:
+            known = jnp.dtype(value).name in _FLOATS
+        except TypeError:  # numpy's own error does not name the argument
+            known = False
+        if not known:
+            raise TypeError(f"{name}={value!r}; it must be one of {', '.join(_FLOATS)}.")
 
 
 def check_activation(activation: Any) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
-from jaxops.nn.arguments import check_backend, check_matrix, check_sizes
+from jaxops.nn.arguments import check_backend, check_dtypes, check_matrix, check_sizes
 from jaxops.ops.packed_attention import Plan, packed_attention
 
 
@@ -77,6 +77,7 @@ class PackedAttention(nnx.Module):
         in_kv_features = in_features if in_kv_features is None else in_kv_features
         check_sizes(head_dim=head_dim, in_kv_features=in_kv_features)
         check_backend(backend, "cudnn", "pallas")
+        check_dtypes(dtype, param_dtype)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.in_features, self.in_kv_features = in_features, in_kv_features
         self.dtype, self.param_dtype = dtype, param_dtype

@@ -7,6 +7,8 @@ from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Dtype, Initializer
 
+from jaxops.nn.arguments import check_dtypes
+
 
 class LinearParameters(nnx.Module):
     """Kernel and bias, with the names, shapes, dtypes and initial values of `flax.nnx.Linear`, or a stack of them.
@@ -14,12 +16,16 @@ class LinearParameters(nnx.Module):
     Attributes:
       kernel: [*stack, in_features, out_features] in param_dtype.
       bias: [*stack, out_features] in param_dtype, or None.
+
+    Raises:
+      TypeError: a dtype that the kernels do not multiply.
     """
 
     def __init__(
         self, *shape: int, use_bias: bool, dtype: Dtype | None, param_dtype: Dtype,
         kernel_init: Initializer, bias_init: Initializer, rngs: nnx.Rngs,
     ):  # fmt: skip
+        check_dtypes(dtype, param_dtype)
         *stack, self.in_features, self.out_features = shape
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
         self.bias: nnx.Param[jax.Array] | None = nnx.data(None)

@@ -15,6 +15,7 @@ from jaxops.nn.arguments import (
     check_activation,
     check_backend,
     check_columns,
+    check_dtypes,
     check_grouped_recipe,
     check_sizes,
     devices_on,
@@ -95,6 +96,7 @@ class MoE(nnx.Module):
     Raises:
       ValueError: a size below 1, a router of other sizes, an unknown activation, recipe or backend, a precision with a
         recipe, pow2_scales without one.
+      TypeError: a router that cannot be called, a dtype that the kernels do not multiply.
       NotImplementedError: recipe "delayed"; with a recipe, an NVIDIA GPU older than compute capability 8.9.
     """
 
@@ -111,12 +113,15 @@ class MoE(nnx.Module):
         if gather_tokens and expert_axis is None:
             raise ValueError("gather_tokens=True needs expert_axis, the mesh axis over which the tokens are split.")
         check_activation(activation)
+        check_dtypes(dtype, param_dtype)
 
         def make_kernel(*shape: int) -> nnx.Param[jax.Array]:
             return nnx.Param(kernel_init(rngs.params(), (num_experts, *shape), param_dtype))
 
         sizes = in_features, num_experts
         self.router: Callable[[jax.Array], Routing] = make_part(router, *sizes, rngs=rngs)
+        if not callable(self.router):
+            raise TypeError(f"router={router!r} cannot be called; pass e.g. functools.partial(jaxops.nn.Router, k=2).")
         if isinstance(self.router, Router) and (self.router.in_features, self.router.num_experts) != sizes:
             found = self.router.in_features, self.router.num_experts
             raise ValueError(f"the router has (in_features, num_experts) = {found}; this layer has {sizes}.")
@@ -144,7 +149,7 @@ class MoE(nnx.Module):
           ValueError: x of another shape, a router with another number of experts, a share of the experts that does not
             fit expert_axis, a call outside of `jax.shard_map` with expert_axis, pieces that are below 1 or
             that the layer cannot make.
-          TypeError: dtypes that the kernels do not multiply.
+          TypeError: dtypes that the kernels do not multiply; the router's result is no `jaxops.Routing`.
         """
         check_columns(x, self.in_features)
         gate, up, down = self.gate[...], self.up[...], self.down[...]
@@ -158,6 +163,9 @@ class MoE(nnx.Module):
             raise ValueError(f"{found}: split the first axis of gate, up and down evenly over expert_axis.")
         tokens = x.reshape(-1, self.in_features)
         parts, routing, routings = self._routed(tokens, dtype, devices)
+        if not isinstance(routing, Routing):
+            found = f"a {type(routing).__name__}, not a jaxops.Routing"
+            raise TypeError(f"the router returned {found}: take a jaxops.nn.Router, or call jaxops.route on logits.")
         if (E := routing.group_offsets.shape[0] - 1) != self.num_experts:
             raise ValueError(f"the router chose among {E} experts; this layer has num_experts={self.num_experts}.")
         axis, wide = self.expert_axis, self.expert_axis is not None and not self.gather_tokens

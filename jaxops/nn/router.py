@@ -10,7 +10,7 @@ from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops.nn.arguments import check_backend, check_matrix, check_sizes
+from jaxops.nn.arguments import check_backend, check_dtypes, check_matrix, check_sizes
 from jaxops.ops.route import Routing, route, router_logits, update_router_bias
 
 
@@ -87,6 +87,7 @@ class Router(nnx.Module):
     ):  # fmt: skip
         check_sizes(in_features=in_features, num_experts=num_experts)
         check_backend(backend, "pallas")
+        check_dtypes(None, param_dtype)
         self.in_features, self.num_experts, self.k = in_features, num_experts, k
         self.score: Literal["softmax", "sigmoid"] = score
         self.normalize, self.weight_scale, self.capacity = normalize, weight_scale, capacity

@@ -16,6 +16,7 @@ from jaxops.nn.arguments import (
     check_activation,
     check_backend,
     check_columns,
+    check_dtypes,
     check_grouped_recipe,
     check_sizes,
 )
@@ -71,6 +72,7 @@ class SharedExperts(nnx.Module):
     Raises:
       ValueError: a size below 1, an unknown activation, recipe or backend, a precision with a recipe, pow2_scales
         without one.
+      TypeError: a dtype that the kernels do not multiply.
       NotImplementedError: recipe "delayed"; with a recipe, an NVIDIA GPU older than compute capability 8.9.
     """
 
@@ -84,6 +86,7 @@ class SharedExperts(nnx.Module):
         check_sizes(in_features=in_features, hidden_features=hidden_features)
         check_backend(backend, "triton", "pallas")
         check_activation(activation)
+        check_dtypes(dtype, param_dtype)
 
         def make_kernel(*shape: int) -> nnx.Param[jax.Array]:
             return nnx.Param(kernel_init(rngs.params(), shape, param_dtype))

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from jaxops._lib.checks import check_integer
+from jaxops._lib.checks import check_integer, type_name
 from jaxops._lib.residual_names import check_name
 from jaxops.offload.residuals import check_known, covers, did_you_mean, residual_bytes
 
@@ -38,7 +38,7 @@ class Policy:
             names = getattr(self, field)
             if not isinstance(names, (tuple, list)):
                 wanted = f"write a tuple of names, as in Policy({field}=('moe_mlp',))"
-                raise TypeError(f"{field} is a {type(names).__name__}; {wanted}.")
+                raise TypeError(f"{field} is {type_name(names)}; {wanted}.")
             for name in names:
                 check_name(name, field)
             object.__setattr__(self, field, tuple(names))
@@ -102,7 +102,7 @@ def policy(
     write_names = "write a choice for each name, as in policy({'moe_mlp': 'offload'})"
     for argument, value, needed in (("names", names, write_names), ("sizes", sizes, pass_sizes)):
         if not isinstance(value, Mapping) and (argument == "names" or value is not None):
-            raise TypeError(f"{argument} is a {type(value).__name__}; {needed}.")
+            raise TypeError(f"{argument} is {type_name(value)}; {needed}.")
     left = math.inf if budget_bytes is None else check_integer("budget_bytes", budget_bytes, 0)
     for name, choice in names.items():
         check_name(name, "names")

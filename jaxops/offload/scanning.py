@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from jaxops._lib.checks import type_name
 from jaxops._lib.manual_axes import barrier, vary_as
 from jaxops.offload.policies import Policy
 from jaxops.offload.residuals import CARRY, check_known, count_names, origin, residual_bytes, unknown
@@ -41,7 +42,7 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, pol
       TypeError: body returns a carry of other types; policy is no `Policy`.
     """
     if not isinstance(policy, Policy):
-        raise TypeError(f"policy is a {type(policy).__name__}; pass a jaxops.offload.Policy.")
+        raise TypeError(f"policy is {type_name(policy)}; pass a jaxops.offload.Policy.")
     lengths = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(xs)}
     if len(lengths) != 1 or not all(lengths):
         got = sorted(map(str, lengths))

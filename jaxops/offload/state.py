@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from jaxops._lib.checks import check_integer
+from jaxops._lib.checks import check_integer, type_name
 from jaxops.offload.rowwise import check_rows
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -132,7 +132,7 @@ def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
       TypeError: tx has no init or no update; pieces is no integer.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise TypeError(f"tx is a {type(tx).__name__}; pass an optax.GradientTransformation, e.g. optax.adamw(1e-3).")
+        raise TypeError(f"tx is {type_name(tx)}; pass an optax.GradientTransformation, e.g. optax.adamw(1e-3).")
     return Streamed(tx, None if pieces is None else check_integer("pieces", pieces, 1))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import check_choice, check_float, check_size, compute_dtype_of
+from jaxops._lib.checks import check_choice, check_float, check_size, compute_dtype_of, type_name
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.manual_axes import barrier, vary_together
 from jaxops._lib.precision import named_cast, resolve_precision
@@ -166,7 +166,7 @@ def _prepare(
     dtype, *_ = [compute_dtype_of(x_name, x, "w", w, compute_dtype, "the gradient of w stays") for w in weights]
     found, multiplied = resolve_precision(precision, dtype)
     if not isinstance(axis_name, str):
-        raise TypeError(f"axis_name is a {type(axis_name).__name__}; it must be the name of one mesh axis.")
+        raise TypeError(f"axis_name is {type_name(axis_name)}; it must be the name of one mesh axis.")
     try:
         index = lax.axis_index(axis_name)
     except NameError:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxops._lib.checks import type_name
 from jaxops._lib.device import Device, current_device, default_device, host_device
 from jaxops.profiling.device_times import device_times_us, wall_times_us
 
@@ -80,7 +81,7 @@ def checked_device(device: Any) -> Any:
       TypeError: something else.
     """
     if device is not None and not isinstance(device, jax.Device):
-        raise TypeError(f"device is a {type(device).__name__}; write one of jax.local_devices().")
+        raise TypeError(f"device is {type_name(device)}; write one of jax.local_devices().")
     return default_device() if device is None else device
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxops._lib.checks import type_name
 from jaxops._lib.device import Device, current_device
 from jaxops._lib.recorded import record
 from jaxops._lib.tuned import store_rows, tuned_rows, use_rows
@@ -123,7 +124,7 @@ def op_of(problem: Any) -> tuple[str, Tunable]:
     for name, op in OPS.items():
         if isinstance(problem, op.problem):
             return name, op
-    raise TypeError(f"problem is a {type(problem).__name__}; write a Problem of {', '.join(OPS)}.")
+    raise TypeError(f"problem is {type_name(problem)}; write a Problem of {', '.join(OPS)}.")
 
 
 def candidates(problem: Any, pass_name: str, kernel: str, device: Device) -> list:

@@ -137,7 +137,7 @@ def test_one_process_is_not_counted(monkeypatch):
 @pytest.mark.parametrize(("source", "error", "message"), [
     ("nowhere", ValueError, "source='nowhere': no folder with rows"),
     ("", ValueError, "no folder with rows"),
-    (None, TypeError, "source is a NoneType; write 'shipped', 'user' or the path"),
+    (None, TypeError, "source is None; write 'shipped', 'user' or the path"),
     (True, TypeError, "source is a bool"),
 ])  # fmt: skip
 def test_bad_sources(source, error, message, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Layers made with what cannot work: an error where they are made, which names the argument."""
 
 import functools
+import inspect
 
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +95,17 @@ def test_backend(name):
             make(name, backend=wrong)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_dtypes(name):
+    named = {"dtype", "param_dtype"} & set(inspect.signature(LAYERS[name][0].__init__).parameters)
+    assert named or name == "Fp8DotGeneral"
+    for argument in named:
+        make(name, **{argument: jnp.float16})
+        for wrong in ("bf16", jnp.int32, jnp.float64):
+            with pytest.raises(TypeError, match=rf"{argument}=.*; it must be one of bfloat16, float16, float32"):
+                make(name, **{argument: wrong})
+
+
 @pytest.mark.parametrize(
     ("name", "change", "error", "says"),
     [
@@ -114,6 +126,12 @@ def test_backend(name):
         ("SharedExperts", {"recipe": "delayed"}, NotImplementedError, "recipe is 'delayed'.*Take 'tensorwise'"),
         ("SharedExperts", {"recipe": "rowwise", "precision": "high"}, ValueError, "precision is 'high'; it must be"),
         ("SharedExperts", {"pow2_scales": True}, ValueError, "pow2_scales=True needs an FP8 recipe"),
+        (
+            "MoE",
+            {"router": 2},
+            TypeError,
+            r"router=2 cannot be called; pass e\.g\. functools\.partial\(jaxops\.nn\.Router",
+        ),
         ("MoE", {"router": functools.partial(Router, k=5)}, ValueError, "k=5 must be from 1 to E=4"),
         (
             "MoE",

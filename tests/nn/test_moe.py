@@ -393,6 +393,9 @@ def test_errors():
     moe.router = lambda x: jaxops.route(x, 1)
     with pytest.raises(ValueError, match="the router chose among 8 experts; this layer has num_experts=4"):
         moe(tokens())
+    moe.router = lambda x: x
+    with pytest.raises(TypeError, match=r"the router returned a \w+, not a jaxops\.Routing: take a jaxops\.nn\.Router"):
+        moe(tokens())
     moe = make()
     moe.gate = nnx.Param(moe.gate[...][:2])
     with pytest.raises(

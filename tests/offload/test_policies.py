@@ -77,11 +77,11 @@ def test_a_name_that_is_kept_and_offloaded():
 @pytest.mark.parametrize(("names", "options", "message"), [
     ("carry", {}, "names is a str; write a choice for each name"),
     (["carry"], {}, "names is a list"),
-    ({3: "keep"}, {}, "names has 3, a int; names are strings"),
+    ({3: "keep"}, {}, "names has 3, an int; names are strings"),
     ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": 1e9}, "budget_bytes is a float; it must be a"),
     ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": True}, "budget_bytes is a bool"),
     ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": "8GB"}, "budget_bytes is a str"),
-    ({"router": "offload"}, {"sizes": 5}, "sizes is a int; pass sizes=jaxops.offload.residual_bytes"),
+    ({"router": "offload"}, {"sizes": 5}, "sizes is an int; pass sizes=jaxops.offload.residual_bytes"),
     ({"router": "offload"}, {"sizes": {"router": 0.5}}, r"sizes\['router'\] is a float"),
 ])  # fmt: skip
 def test_bad_types(names, options, message):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.checks import check_array, check_float, check_integer, check_number
+from jaxops._lib.checks import check_array, check_float, check_integer, check_number, type_name
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable_as
 from jaxops._lib.manual_axes import vary_together
@@ -119,7 +119,7 @@ def _pair(name: str, pair: Any, shape: tuple[int | None, ...], what: str) -> tup
     if pair is None:
         return None
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(f"{name} is a {type(pair).__name__}; needed is a pair of arrays, each {what}.")
+        raise ValueError(f"{name} is {type_name(pair)}; needed is a pair of arrays, each {what}.")
     return tuple(_float32(f"{name}[{i}]", x, shape, what) for i, x in enumerate(pair))
 
 

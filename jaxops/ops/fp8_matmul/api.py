@@ -6,7 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.checks import FLOATS, check_array, check_flag, check_offsets, check_size, float_dtype
+from jaxops._lib.checks import (
+    FLOATS,
+    check_array,
+    check_flag,
+    check_groups,
+    check_offsets,
+    check_size,
+    float_dtype,
+    type_name,
+)
 from jaxops._lib.device import device_of
 from jaxops._lib.fp8 import Quantized
 from jaxops._lib.tuned import tuned_rows
@@ -180,13 +189,12 @@ def _run(operands: Operands, name: str, out_dtype, pow2_scales, quantize_lhs, ba
     *groups, k, N = _check_tensor("rhs", rhs, rhs_shape, recipe, recipe.rhs)
     check_size("K of lhs (its last axis)", K, f"K of rhs {(*groups, k, N)}", k)
     if offsets is not None:
-        needed_by = "rhs.shape[0] + 1 (G groups have G + 1 offsets)"
-        check_size("len(group_offsets)", offsets.shape[0], needed_by, groups[0] + 1)
+        check_groups(offsets, "rhs.shape[0]", groups[0])
     if rhs_quantized is not None:
         if isinstance(rhs, Quantized):
             raise ValueError("rhs is quantized already: omit rhs_quantized.")
         if not isinstance(rhs_quantized, Quantized):
-            raise TypeError(f"rhs_quantized is a {type(rhs_quantized).__name__}; pass what jaxops.quantize returns.")
+            raise TypeError(f"rhs_quantized is {type_name(rhs_quantized)}; pass what jaxops.quantize returns.")
         shape = _check_tensor("rhs_quantized", rhs_quantized, rhs_shape, recipe, recipe.rhs)
         if shape != (*groups, k, N):
             raise ValueError(f"rhs_quantized has shape {shape}; it must be that of rhs, {(*groups, k, N)}.")

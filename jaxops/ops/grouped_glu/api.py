@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.activations import ACTIVATIONS
-from jaxops._lib.checks import check_choice, check_float, check_offsets, check_size, compute_dtype_of
+from jaxops._lib.checks import check_choice, check_float, check_groups, check_offsets, check_size, compute_dtype_of
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable, differentiable_as
 from jaxops._lib.manual_axes import vary_together
@@ -89,7 +89,7 @@ def grouped_glu(
     check_offsets(group_offsets)
     G, K, N = w_gate.shape
     check_size("K of x (its columns)", x.shape[1], f"K of w_gate {tuple(w_gate.shape)}", K)
-    check_size("len(group_offsets)", group_offsets.shape[0], "w_gate.shape[0] + 1 (G groups have G + 1 offsets)", G + 1)
+    check_groups(group_offsets, "w_gate.shape[0]", G)
     if w_up is None:
         if N % 2:
             raise ValueError(

@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.checks import check_flag, check_float, check_offsets, check_size, compute_dtype_of, float_dtype
+from jaxops._lib.checks import (
+    check_flag,
+    check_float,
+    check_groups,
+    check_offsets,
+    check_size,
+    compute_dtype_of,
+    float_dtype,
+    type_name,
+)
 from jaxops._lib.device import Device, device_of
 from jaxops._lib.manual_axes import vary_together
 from jaxops._lib.precision import resolve_precision
@@ -78,7 +87,7 @@ def grouped_matmul(
     ((G, K, N),) = shapes_of((rhs,), transpose_rhs)
     transposed = " (transposed)" if transpose_rhs else ""
     check_size("K of lhs (its columns)", lhs.shape[1], f"K of rhs {tuple(rhs.shape)}{transposed}", K)
-    check_size("len(group_offsets)", group_offsets.shape[0], "rhs.shape[0] + 1 (G groups have G + 1 offsets)", G + 1)
+    check_groups(group_offsets, "rhs.shape[0]", G)
     if bias is not None:
         check_float("bias", bias, "[G, N]")
         if bias.shape != (G, N):
@@ -148,7 +157,7 @@ def modality_grouped_matmul(
     check_float("lhs", lhs, "[M, K]")
     if not isinstance(rhs, (tuple, list)):
         raise TypeError(
-            f"rhs is a {type(rhs).__name__}; pass a tuple of one array {needed} a modality, or call "
+            f"rhs is {type_name(rhs)}; pass a tuple of one array {needed} a modality, or call "
             "jaxops.grouped_matmul with one array."
         )
     if not rhs:

@@ -11,7 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.activations import ACTIVATIONS
-from jaxops._lib.checks import check_choice, check_flag, check_float, check_size, compute_dtype_of, float_dtype
+from jaxops._lib.checks import (
+    check_choice,
+    check_flag,
+    check_float,
+    check_size,
+    compute_dtype_of,
+    float_dtype,
+    type_name,
+)
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable, differentiable_as
 from jaxops._lib.fp8 import Quantized
@@ -166,7 +174,7 @@ def _check_pieces(xs: Arrays, routings: Any, shape: tuple[int, ...]) -> tuple[Ro
     """The parts of the routings that the op reads, checked against x and the weights' E, D, F, N."""
     E, D, F, _ = shape
     if not isinstance(routings, tuple):
-        raise TypeError(f"x is a tuple and routing is a {type(routings).__name__}; pass a tuple of a Routing a piece.")
+        raise TypeError(f"x is a tuple and routing is {type_name(routings)}; pass a tuple of a Routing a piece.")
     check_size("len(routing)", len(routings), "the number of pieces of x", len(xs))
     if not xs:
         raise ValueError("x is an empty tuple; pass an array, or a tuple of at least one.")
@@ -191,7 +199,7 @@ def _check_weights(experts: tuple[Any, ...]) -> tuple[int, int, int, int]:
     """E, D, F, N of the three weights: float arrays of one dtype, or all three Quantized."""
     names, stored = ("w_gate", "w_up", "w_down"), [isinstance(w, Quantized) for w in experts]
     if any(stored) and not all(stored):
-        found = ", ".join(f"{name} is a {type(w).__name__}" for name, w in zip(names, experts, strict=True))
+        found = ", ".join(f"{name} is {type_name(w)}" for name, w in zip(names, experts, strict=True))
         raise TypeError(f"{found}: pass three arrays, or three Quantized.")
     for name, w, shape in zip(names, experts, ("[E, D, F]", "[E, D, F]", "[E, F, N]"), strict=True):
         if not any(stored):

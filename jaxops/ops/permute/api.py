@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, float_dtype
+from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, float_dtype, type_name
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
 from jaxops._lib.fp8 import Quantized
@@ -148,7 +148,7 @@ def combine(
 def check_routing(routing: Routing, *, weights: bool = True) -> Routing:
     """The fields that permute and combine (and ops made of them) read, checked; without the other fields."""
     if not isinstance(routing, Routing):
-        raise TypeError(f"routing is a {type(routing).__name__}; pass the jaxops.Routing that jaxops.route returned.")
+        raise TypeError(f"routing is {type_name(routing)}; pass the jaxops.Routing that jaxops.route returned.")
     positions, indices = routing.row_positions, routing.row_indices
     for name, array, shape in (("row_positions", positions, "[T, k]"), ("row_indices", indices, "[T * k]")):
         check_array(f"routing.{name}", array, f"the {name} {shape} of a Routing")

@@ -15,6 +15,7 @@ from jaxops._lib.checks import (
     check_float,
     check_offsets,
     float_dtype,
+    type_name,
 )
 from jaxops._lib.device import device_of
 from jaxops._lib.differentiable import differentiable
@@ -184,7 +185,7 @@ def dequantize(q: Quantized, dtype=None) -> jax.Array:
       NotImplementedError: ragged groups with the column layout only, which does not hold the number of rows.
     """
     if not isinstance(q, Quantized):
-        raise TypeError(f"q is a {type(q).__name__}; pass a result of jaxops.quantize.")
+        raise TypeError(f"q is {type_name(q)}; pass a result of jaxops.quantize.")
     dtype = float_dtype("dtype", q.dtype if dtype is None else dtype)
     if q.values is None and q.group_offsets is not None:
         raise NotImplementedError(

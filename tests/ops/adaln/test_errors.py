@@ -83,7 +83,7 @@ ADALN_ERRORS = {
     "epsilon-nan": ({"epsilon": float("nan")}, ValueError, r"epsilon is nan; it must be finite"),
     "epsilon-inf": ({"epsilon": float("inf")}, ValueError, r"epsilon is inf; it must be finite"),
     "epsilon-array": ({"epsilon": np.full(1, 1e-6)}, TypeError, r"epsilon is a ndarray; it must be a Python number"),
-    "epsilon-none": ({"epsilon": None}, TypeError, r"epsilon is a NoneType; it must be a Python number"),
+    "epsilon-none": ({"epsilon": None}, TypeError, r"epsilon is None; it must be a Python number"),
     "epsilon-bool": ({"epsilon": True}, TypeError, r"epsilon is a bool; it must be a Python number"),
     "per": ({"per": "token"}, ValueError, r"per='token': write None, 'sequence', 'row'"),
     "per-missing": (

@@ -68,7 +68,7 @@ DENSE_ERRORS = SHARED_ERRORS | {
         ValueError,
         "rhs has neither a row nor a column layout",
     ),
-    "cache-type": ({"rhs_quantized": s(K, N)}, TypeError, r"rhs_quantized is a .*jaxops\.quantize"),
+    "cache-type": ({"rhs_quantized": s(K, N)}, TypeError, r"rhs_quantized is an? .*jaxops\.quantize"),
     "cache-shape": ({"rhs_quantized": q(N, K)}, ValueError, r"rhs_quantized has shape \(6, 4\).*that of rhs, \(4, 6\)"),
     "cache-scaling": (
         {"rhs_quantized": q(K, N, scaling="tensorwise")},
@@ -105,7 +105,11 @@ GROUPED_ERRORS = SHARED_ERRORS | {
     "lhs-int": ({"lhs": s(M, K, dtype="int8")}, TypeError, r"lhs is int8.*lhs\.astype"),
     "rhs-rank": ({"rhs": s(K, N)}, ValueError, r"rhs has shape \(4, 6\).*\[G, K, N\]"),
     "K": ({"lhs": s(M, K + 1)}, ValueError, r"K of lhs.* is 5.*K of rhs \(3, 4, 6\) is 4"),
-    "offsets-length": ({"group_offsets": s(G, dtype="int32")}, ValueError, r"len\(group_offsets\) is 3.*is 4"),
+    "offsets-length": (
+        {"group_offsets": s(G, dtype="int32")},
+        ValueError,
+        r"len\(group_offsets\) is 3.*3 groups need 4 offsets",
+    ),
     "offsets-int64": (
         {"group_offsets": s(G + 1, dtype="uint32")},
         TypeError,

@@ -46,7 +46,7 @@ ERRORS = {
     "offsets-length": (
         {"group_offsets": OFFSETS[:-1]},
         ValueError,
-        r"len\(group_offsets\) is 3.*w_gate\.shape\[0\] \+ 1.* is 4",
+        r"len\(group_offsets\) is 3; w_gate\.shape\[0\] = 3 groups need 4 offsets: the cumulative sum.*a 0 before it",
     ),
     "offsets-int64": (
         {"group_offsets": OFFSETS.astype(np.int64)},

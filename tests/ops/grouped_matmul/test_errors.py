@@ -41,7 +41,7 @@ MATMUL_ERRORS = {
     "offsets-length": (
         {"group_offsets": OFFSETS[:-1]},
         ValueError,
-        r"len\(group_offsets\) is 3.*rhs\.shape\[0\] \+ 1.* is 4",
+        r"len\(group_offsets\) is 3; rhs\.shape\[0\] = 3 groups need 4 offsets: the cumulative sum.*a 0 before it",
     ),
     "offsets-rank": ({"group_offsets": OFFSETS[None]}, ValueError, r"group_offsets has shape \(1, 4\).*\(G \+ 1,\)"),
     "offsets-int64": (

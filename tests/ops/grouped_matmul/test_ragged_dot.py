@@ -359,7 +359,7 @@ def test_group_sizes_from_numpy():
         ({"group_offset": jnp.zeros(2, jnp.int32)}, ValueError, r"group_offset is int32\[2\].*\(1,\)"),
         ({"group_offset": jnp.int32(0)}, ValueError, r"group_offset is int32\[\].*\(1,\)"),
         ({"group_offset": jnp.zeros(1)}, (TypeError, ValueError), r"group_offset is float32\[1\].*integer"),
-        ({"group_offset": 0}, TypeError, "group_offset is a int"),
+        ({"group_offset": 0}, TypeError, "group_offset is an int"),
         ({"lhs": jnp.ones((M, K + 1))}, ValueError, "K of lhs.*25.*24"),
         ({"rhs": jnp.ones((K, N))}, ValueError, r"rhs has shape \(24, 40\).*\[G, K, N\]"),
         ({"out_sharding": jax.sharding.PartitionSpec()}, NotImplementedError, "out_sharding.*with_sharding_constraint"),

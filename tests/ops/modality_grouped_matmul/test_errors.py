@@ -23,7 +23,7 @@ ERRORS = {
     "rhs-one-array": (
         {"rhs": FIRST},
         TypeError,
-        r"rhs is a .*tuple of one array \[G, K, N\] a modality.*jaxops\.grouped_matmul",
+        r"rhs is an array; pass a tuple of one array \[G, K, N\] a modality.*jaxops\.grouped_matmul",
     ),
     "rhs-empty": ({"rhs": ()}, ValueError, r"rhs is empty; pass a tuple of one array \[G, K, N\] a modality"),
     "rhs-rank": ({"rhs": (FIRST, shape(3, 8))}, ValueError, r"rhs\[1\] has shape \(3, 8\).*\[G, K, N\]"),

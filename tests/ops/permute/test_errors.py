@@ -40,7 +40,7 @@ OF_BOTH = {
     "positions-none": (
         changed(row_positions=None),
         TypeError,
-        r"routing\.row_positions is a NoneType; pass the row_positions \[T, k\]",
+        r"routing\.row_positions is None; pass the row_positions \[T, k\]",
     ),
     "indices-size": (
         changed(row_indices=ROUTING.row_indices[1:]),

@@ -98,7 +98,7 @@ ERRORS = {
     "indices-list": ((np.ones((6, 4)), [0]), TypeError, r"indices is a list.*int32 array \[R\]"),
     "no-tokens": ((np.ones((0, 4)), I32), ValueError, r"indices has shape \(6,\), but x has shape \(0, 4\).*no rows"),
     "stack": ((np.ones((1, 6, 4)), I32), ValueError, r"x has shape \(1, 6, 4\), a stack"),
-    "no-offsets": ((np.ones((6, 4)), I32, None), TypeError, r"group_offsets is a NoneType"),
+    "no-offsets": ((np.ones((6, 4)), I32, None), TypeError, r"group_offsets is None"),
 }
 
 

@@ -6,7 +6,12 @@ import sys
 import jax
 import typer
 
-from models import train_dit, train_lm, train_mm
+try:
+    from models import train_dit, train_lm, train_mm
+except ModuleNotFoundError as error:
+    if (error.name or "").startswith("models"):
+        raise
+    sys.exit(f"{error}. The training command needs more packages than jaxops: pip install '.[models]' in the checkout.")
 
 app = typer.Typer(
     help="Trains one of the models; each COMMAND --help has its options.", no_args_is_help=True, add_completion=False

@@ -341,8 +341,8 @@ def next_tile(pipe, s, phase, parity, WHICH: gl.constexpr):
 
 @gluon.jit
 def skip_tile(pipe, steps, s, phase, WHICH: gl.constexpr):
-    """Releases the stages of a tile in which this consumer has no rows. In ping-pong that is the tile of -1 steps alone:
-    it passes the order on."""
+    """Releases the stages of a tile in which this consumer has no rows. In ping-pong that is the tile of -1 steps,
+    which passes the order on."""
     if pipe.SPLIT == 1:
         s, phase = advance(s, phase, pipe.STAGES)
         pass_order(pipe, s, phase, 1 - WHICH)
@@ -356,8 +356,8 @@ def skip_tile(pipe, steps, s, phase, WHICH: gl.constexpr):
 
 @gluon.jit
 def mainloop(pipe, acc, steps, s, phase, WHICH: gl.constexpr):
-    """acc + A @ B over the tile's steps. A stage is released while the next step is multiplied. Of 0 steps: acc; releases
-    the tile's one stage."""
+    """acc + A @ B over the tile's steps. A stage is released while the next step is multiplied. A tile of 0 steps has
+    one stage, which is released."""
     PART: gl.constexpr = WHICH if pipe.SPLIT > 1 else 0
     if steps > 0:
         for k in range(steps):

@@ -51,8 +51,8 @@ def finish_fetch_add(value):
 
 
 # Slots that a cluster's `share_number` writes in turn. The first program is at most as many steps ahead of the other
-# one as the pipeline has stages, and a tile passes at least one stage. With more slots than stages none is written again
-# before it is read.
+# one as the pipeline has stages, and a tile passes at least one stage. With more slots than stages none is written
+# again before it is read.
 RING = gl.constexpr(8)
 
 

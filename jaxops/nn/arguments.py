@@ -85,12 +85,22 @@ def check_grouped_recipe(recipe: Any, precision: Any, pow2_scales: bool) -> None
         raise ValueError("pow2_scales=True needs an FP8 recipe, such as recipe='blockwise'.")
 
 
+def _check_floats(x: Any, shape: str) -> None:
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise TypeError(f"x is a {type(x).__name__}; pass a JAX array {shape}.")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        known = ", ".join(_FLOATS)
+        raise TypeError(f"x is {x.dtype}; it must be one of {known}. Cast it, e.g. x.astype(jnp.bfloat16).")
+
+
 def check_columns(x: jax.Array, columns: int) -> None:
+    _check_floats(x, f"[..., in_features={columns}]")
     if x.ndim < 1 or x.shape[-1] != columns:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., in_features={columns}].")
 
 
 def check_matrix(x: jax.Array, shape: str, columns: int) -> None:
+    _check_floats(x, shape)
     if x.ndim != 2 or x.shape[1] != columns:
         flatten = "flatten leading axes with x.reshape(-1, x.shape[-1])"
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be {shape}: {flatten}.")

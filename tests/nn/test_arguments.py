@@ -61,6 +61,26 @@ def test_what_the_errors_differ_from_is_right(name):
     make(name)
 
 
+# How a layer is called with tokens [M, 8].
+CALLS = {
+    "GroupedLinear": lambda layer, x: layer(x, jnp.array([0, 1, 1, 2, 2], jnp.int32)),
+    "Fp8Linear": lambda layer, x: layer(x),
+    "PackedAttention": lambda layer, x: layer(x, jnp.array([0, 2], jnp.int32)),
+    "Router": lambda layer, x: layer(x),
+    "MoE": lambda layer, x: layer(x),
+    "SharedExperts": lambda layer, x: layer(x),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tokens(name):
+    layer = make(name)
+    with pytest.raises(TypeError, match=r"x is int32; it must be one of bfloat16.*Cast it"):
+        CALLS[name](layer, jnp.ones((2, 8), jnp.int32))
+    with pytest.raises(TypeError, match=r"x is a list; pass a JAX array \[.*=8\]"):
+        CALLS[name](layer, [[1.0] * 8] * 2)
+
+
 SIZES = [
     (name, size)
     for name, (_, arguments) in LAYERS.items()

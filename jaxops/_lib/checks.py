@@ -53,7 +53,7 @@ def float_dtype(name: str, dtype) -> jnp.dtype:
 def check_flag(name: str, value: Any) -> bool:
     """value is Python's or numpy's True or False, not merely truthy: "no" would be."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is {value!r}; write True or False.")
+        raise TypeError(f"{name}={value!r} is {type_name(value)}; write True or False.")
     return bool(value)
 
 

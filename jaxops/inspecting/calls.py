@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxops._lib.checks import type_name
 from jaxops._lib.device import default_device
 from jaxops.inspecting.references import COLLECTIVES, ENTRIES, Entry, is_float
 from jaxops.ops.quantize import Quantized
@@ -155,7 +154,7 @@ def take_apart(op: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
             whole = name + jax.tree_util.keystr(path)
             if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
                 raise TypeError(
-                    f"{whole} is {type_name(leaf)}; inspect runs the op: pass arrays, outside of jax.jit and "
+                    f"{whole} is a {type(leaf).__name__}; inspect runs the op: pass arrays, outside of jax.jit and "
                     "other transformations."
                 )
             if isinstance(leaf, (jax.Array, np.ndarray)):

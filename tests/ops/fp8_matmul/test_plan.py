@@ -75,7 +75,7 @@ def test_hopper_without_jax_triton_takes_pallas(kind):
     plan = make_plan(PROBLEM, Device(kind, "gpu"))
     assert (plan.backend, kernels(plan)) == ("pallas", {"pallas"})
     for named in ({"backend": "triton"}, {"plan": Plan("triton")}):
-        with pytest.raises(NotImplementedError, match=r"not installed.*backend='pallas'"):
+        with pytest.raises(NotImplementedError, match=r"not installed.*backend='auto'"):
             make_plan(PROBLEM, Device(kind, "gpu"), **named)
 
 
@@ -85,7 +85,7 @@ def test_other_cards_with_fp8_take_pallas(kind):
     plan = make_plan(PROBLEM, Device(kind, "gpu"))
     assert (plan.backend, kernels(plan)) == ("pallas", {"pallas"})
     for named in ({"backend": "triton"}, {"plan": Plan("triton")}):
-        with pytest.raises(NotImplementedError, match=rf"needs a Hopper GPU.*{kind}.*backend='pallas'"):
+        with pytest.raises(NotImplementedError, match=rf"needs a Hopper GPU.*{kind}.*backend='auto'"):
             make_plan(PROBLEM, Device(kind, "gpu"), **named)
 
 

@@ -135,7 +135,7 @@ def test_kernel_by_device_and_problem(monkeypatch):
     ):
         make_plan(EIGHTS, H200)
     assert kernels(EIGHTS) == pallas  # said once
-    with pytest.raises(NotImplementedError, match=r"they are not installed.*backend='pallas'"):
+    with pytest.raises(NotImplementedError, match=r"they are not installed.*backend='auto'"):
         make_plan(EIGHTS, H200, backend="triton")
 
 

@@ -9,7 +9,7 @@ import typer
 try:
     from models import train_dit, train_lm, train_mm
 except ModuleNotFoundError as error:
-    if (error.name or "").startswith("models"):
+    if __name__ != "__main__" or (error.name or "").startswith("models"):
         raise
     sys.exit(f"{error}. The training command needs more packages than jaxops: pip install '.[models]' in the checkout.")
 

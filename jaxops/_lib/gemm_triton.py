@@ -359,7 +359,7 @@ def mainloop(pipe, acc, steps, s, phase, WHICH: gl.constexpr):
     """acc + A @ B over the tile's steps. A stage is released while the next step is multiplied. A tile of 0 steps has
     one stage, which is released."""
     PART: gl.constexpr = WHICH if pipe.SPLIT > 1 else 0
-    if steps > 0:
+    if steps > 0:  # around the loop: with a branch before it alone, ptxas serializes the wgmmas (its warning C7515)
         for k in range(steps):
             mbarrier.wait(pipe.full.index(s), phase)
             if pipe.GATHERED:  # written by threads, read by the tensor core

@@ -70,7 +70,9 @@ def use_rows(source: str | os.PathLike) -> Any:
       TypeError: source is neither a string nor a path.
     """
     if not isinstance(source, (str, os.PathLike)):
-        raise TypeError(f"source is {type_name(source)}; write 'shipped', 'user' or the path of a folder of rows.")
+        raise TypeError(
+            f"source is {type_name(source)}; write 'shipped', 'user' or the path of a folder of tuned rows."
+        )
     if source in ("shipped", "user"):
         return jit_keys.rows_source(source)
     folder = pathlib.Path(source).expanduser().resolve()

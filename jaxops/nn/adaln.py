@@ -33,6 +33,7 @@ class _Modulated(nnx.Module):
         cond = {} if self.cond_features is None else {"cond_features": self.cond_features}
         check_sizes(num_features=self.num_features, **cond)
         check_backend(backend, "pallas")
+        check_dtypes(self.dtype, self.param_dtype)
         row = jax.ShapeDtypeStruct((1, 1), jnp.float32)
         for epsilon in epsilons:
             jax.eval_shape(functools.partial(adaln, epsilon=epsilon, backend="xla", **options), row, row, row)
@@ -102,7 +103,6 @@ class _AdaNorm(_Modulated):
         self.activation: Activation | None = activation
         self.per: Per | None = per
         self._check(epsilon, backend=backend, norm=self.norm, activation=activation, per=per)
-        check_dtypes(dtype, param_dtype)
         self.modulation = self._make_modulation(2, linear, modulation_init, rngs)
         self.weight = nnx.Param(jnp.ones(num_features, param_dtype)) if use_weight else nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(num_features, param_dtype)) if use_bias else nnx.data(None)
@@ -261,7 +261,6 @@ class AdaLNZeroBlock(_Modulated):
         self.epsilon, self.dtype, self.param_dtype, self.backend, self.plan = epsilon, dtype, param_dtype, backend, plan
         self.norm, self.per = norm, per
         self._check(*self._epsilons(), backend=backend, norm=norm, per=per)
-        check_dtypes(dtype, param_dtype)
         self.mixer = make_part(mixer, rngs=rngs)
         self.mlp = make_part(mlp, rngs=rngs)
         _check_takes_offsets(self.mixer)

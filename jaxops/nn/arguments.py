@@ -14,7 +14,6 @@ from jaxops.ops.grouped_glu import grouped_glu
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
 
-
 _FLOATS = ("bfloat16", "float16", "float32")
 
 

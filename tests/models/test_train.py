@@ -12,6 +12,17 @@ from models.train import app
 ROOT = Path(__file__).parents[2]
 
 
+def test_without_its_packages_it_names_the_extra():
+    without = (
+        "import runpy, sys; sys.modules['tensorboardX'] = None; runpy.run_module('models.train', run_name='__main__')"
+    )
+    failed = subprocess.run([sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "tensorboardX" in failed.stderr
+    assert "pip install '.[models]'" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
 def test_without_a_command_it_shows_help():
     shown = subprocess.run(
         [sys.executable, "-m", "models.train"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -168,8 +168,7 @@ def modality_grouped_matmul(
     shapes = shapes_of(tuple(rhs), transpose_rhs)
     largest = f"the largest K of rhs {[tuple(w.shape) for w in rhs]}"
     check_size("K of lhs (its columns)", lhs.shape[1], largest, max(K for _, K, _ in shapes))
-    groups = f"the number of groups of all {len(rhs)} modalities + 1"
-    check_size("len(group_offsets)", group_offsets.shape[0], groups, sum(G for G, _, _ in shapes) + 1)
+    check_groups(group_offsets, "the sum of all rhs[i].shape[0]", sum(G for G, _, _ in shapes))
     for i, w in enumerate(rhs):
         if w.dtype != rhs[0].dtype:
             raise TypeError(

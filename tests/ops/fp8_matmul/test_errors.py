@@ -68,7 +68,7 @@ DENSE_ERRORS = SHARED_ERRORS | {
         ValueError,
         "rhs has neither a row nor a column layout",
     ),
-    "cache-type": ({"rhs_quantized": s(K, N)}, TypeError, r"rhs_quantized is an? .*jaxops\.quantize"),
+    "cache-type": ({"rhs_quantized": s(K, N)}, TypeError, r"rhs_quantized is an array; .*jaxops\.quantize"),
     "cache-shape": ({"rhs_quantized": q(N, K)}, ValueError, r"rhs_quantized has shape \(6, 4\).*that of rhs, \(4, 6\)"),
     "cache-scaling": (
         {"rhs_quantized": q(K, N, scaling="tensorwise")},

@@ -53,7 +53,7 @@ ERRORS = {
     "offsets-length": (
         {"group_offsets": OFFSETS[:-1]},
         ValueError,
-        r"len\(group_offsets\) is 3.*groups of all 2 modalities \+ 1 is 4",
+        r"len\(group_offsets\) is 3; the sum of all rhs\[i\]\.shape\[0\] = 3 groups need 4 offsets",
     ),
     "offsets-rank": ({"group_offsets": OFFSETS[None]}, ValueError, r"group_offsets has shape \(1, 4\)"),
     "offsets-int64": (

@@ -189,9 +189,8 @@ def test_wrong_arguments():
     gate, up, down = (case[name] for name in WEIGHTS)
     call = functools.partial(jaxops.moe_mlp, case["x"])
     routing = case["routing"]
-    with pytest.raises(
-        TypeError, match=r"w_up is an array, w_down is a Quantized: pass three arrays, or three Quantized"
-    ):
+    found = "w_gate is a Quantized, w_up is an array, w_down is a Quantized"
+    with pytest.raises(TypeError, match=f"{found}: pass three arrays, or three Quantized"):
         call(gate, whole["w_up"], down, routing)
     with pytest.raises(ValueError, match="recipe='blockwise': with Quantized weights x is not quantized"):
         call(gate, up, down, routing, recipe="blockwise")

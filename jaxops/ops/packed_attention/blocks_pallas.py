@@ -15,7 +15,7 @@ from jaxops._lib.masked_pallas import load, store
 from jaxops._lib.powers import power_of_2
 
 LOG2_E = 1.4426950408889634  # the GPU has 2 ** x, not e ** x
-NONE = -1e30  # the largest score before the first one: finite, so that a row without keys is no NaN
+NONE = float(jnp.finfo(jnp.float32).min)  # the largest score before the first one: with -inf, rows without keys are NaN
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ def _dkv_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
         scores = spec.scale * LOG2_E * plgpu.dot(k, q, trans_b=True, precision=spec.precision)
         mask = queries.mask(keys[:, None])
         # Masked once more below: keys outside may be NaN, and so are their scores and their products with dout.
-        p = jnp.where(mask, jnp.exp2(scores - (LOG2_E * lse)[None, :]), 0.0)
+        p = jnp.where(mask, jnp.exp2(scores - lse[None, :]), 0.0)
         ds = p * (plgpu.dot(v, dout, trans_b=True, precision=spec.precision) - along[None, :])
         ds = jnp.where(mask, ds, 0.0)
         return (

@@ -30,7 +30,6 @@ def _dq_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
     queries, kv_head = Queries.of(ref, load_inside(ref), i, bq), head // (N // K)
     q, dout = (load_rows(ref[name], queries.rows, head, queries.inside) for name in ("q", "dout"))
     lse, along = (load_of_head(ref[name], head, queries.rows, queries.inside) for name in ("lse", "along"))
-    lse = LOG2_E * lse
 
     def step(keys, keys_in, mask, dq):
         k = load_rows(ref["k"], keys, kv_head, keys_in)

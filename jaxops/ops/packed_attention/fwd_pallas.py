@@ -22,6 +22,7 @@ from jaxops.ops.packed_attention.blocks_pallas import (
     store_rows,
 )
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
+from jaxops.ops.packed_attention.xla import exact_lse
 
 
 def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
@@ -48,14 +49,14 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
     total = jnp.where(queries.sees, total, 1.0)
     store_rows(ref["out"], queries.rows, head, jnp.where(queries.sees[:, None], mixed / total[:, None], 0.0))
     if "lse" in ref:
-        lse = jnp.where(queries.sees, top / LOG2_E + jnp.log(total), 0.0)
+        lse = jnp.where(queries.sees, exact_lse(top + jnp.log2(total), LOG2_E), 0.0)
         store(ref["lse"], (jnp.broadcast_to(head, (bq,)), queries.rows), lse, queries.rows < T)
 
 
 @traced_once("spec", "tiles", "save", "interpret")
 def forward_pallas(spec: Spec, tiles: Tiles, arrays: Arrays, *, save: bool, interpret: bool) -> tuple[jax.Array, ...]:
-    """(out [T, N, H],), and with `save` lse float32 [N, T]: of each row, the logarithm of the sum of exponentials. No
-    size is 0."""
+    """(out [T, N, H],), and with `save` lse float32 [N, T]: of each row, the base 2 logarithm of the sum of
+    exponentials. No size is 0."""
     T, N, H = arrays.q.shape
     struct = functools.partial(out_struct, like=arrays.q)
     out = {"out": struct((T, N, H), arrays.q.dtype)} | ({"lse": struct((N, T), jnp.dtype("float32"))} if save else {})

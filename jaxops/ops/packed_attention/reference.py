@@ -32,7 +32,7 @@ def packed_attention_reference(
     k, v = (jnp.repeat(jnp.where(seen[:, None, None], x, 0), shared, axis=1) for x in (k, v))
     scores = jnp.einsum("tnh,snh->nts", q, k, precision="highest")
     scores = scores * (max(head_dim, 1) ** -0.5 if scale is None else scale)
-    top = jnp.max(scores, axis=2, keepdims=True, initial=-1e30, where=mask)
+    top = jnp.max(scores, axis=2, keepdims=True, initial=float(jnp.finfo(jnp.float32).min), where=mask)
     exponentials = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
     weights = exponentials / jnp.where(queried[:, None], jnp.sum(exponentials, axis=2, keepdims=True), 1)
     return jnp.where(queried[:, None, None], jnp.einsum("nts,snh->tnh", weights, v, precision="highest"), 0)

@@ -10,7 +10,9 @@ from jax import lax
 from jaxops._lib.manual_axes import vary_together
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Way
 
-_LOW = -1e30  # instead of a score that is masked: finite, so that a row without keys and its gradients are no NaN
+# Instead of a masked score: with -inf, a row without keys and its gradients are NaN.
+_LOW = float(jnp.finfo(jnp.float32).min)
+_MOST = 2.0**20  # where float32 numbers are an eighth apart
 
 
 class Rows(NamedTuple):
@@ -104,11 +106,19 @@ def _step(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array, start: jax.Array |
     return top, total, mixed
 
 
+def exact_lse(lse: jax.Array, nat: float = 1.0) -> jax.Array:
+    """NaN for logarithms so large that exp(score - lse), of which gradients are made, would be off by more than 6 %.
+
+    nat: e's logarithm in the same base.
+    """
+    return jnp.where(jnp.abs(lse) < nat * _MOST, lse, jnp.nan)
+
+
 def _finish(top: jax.Array, total: jax.Array, mixed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(out float32 [t, K, G, H], lse [K, G, t]); both are 0 for a row without keys."""
     some = total > 0
     total = jnp.where(some, total, 1)
-    return jnp.moveaxis(mixed / total[..., None], 2, 0), jnp.where(some, top + jnp.log(total), 0)
+    return jnp.moveaxis(mixed / total[..., None], 2, 0), jnp.where(some, exact_lse(top + jnp.log(total)), 0)
 
 
 def _attend(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -64,6 +64,19 @@ def test_groups(recipe, run):
 
 
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("recipe", "sizes"), [("tensorwise", None), ("rowwise", None), ("blockwise", [100, 91])])
+def test_range(recipe, sizes, run):
+    """Operands at the ends of the range that the docs name: a power of two as factor changes no digit."""
+    case = make_case(191, 139, 45, sizes=sizes)
+    wanted = [np.asarray(y) for y in run_all(case, recipe, run)]
+    top = 112 - 8 - int(np.ceil(np.log2(max(np.abs(x).max() for x in (case.x, case.w)))))  # no sum is of more than 2**8
+    for of_x, of_w in ((top, 0), (0, top), (top, -40), (-80, 0), (0, -80), (-40, -40)):
+        scaled = dataclasses.replace(case, x=case.x * 2.0**of_x, w=case.w * 2.0**of_w)
+        for got, want, power in zip(run_all(scaled, recipe, run), wanted, (of_x + of_w, of_w, of_x), strict=True):
+            np.testing.assert_array_equal(got, want * np.float32(2.0**power))
+
+
+@pytest.mark.parametrize("run", RUNS)
 def test_routings(run):
     """Other offsets in the same compiled program."""
     for sizes, before in (((0, 191, 0), 0), ((0, 0, 0), 100), ((1, 1, 1), 188), ((128, 63, 0), 0)):

@@ -8,12 +8,15 @@ import functools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
+
+from models.image_files import find_images, read_images, skipped
+from models.image_files import fitting_grid as fitting_grid
+from models.image_files import read_image as read_image
 
 HELDOUT_EVERY = 10
 # Images that may be packed before one that no longer fits. With 1, a tenth of the budget is empty; with 32, less than 1
@@ -37,6 +40,7 @@ class DataSet:
       patch: side of a patch; a token is patch * patch * channels values.
       longest: tokens of the largest image.
       sample_sizes: (height, width) of the images to draw at the end.
+      remark: a line about files that were not read, or "".
     """
 
     train: Images
@@ -46,6 +50,7 @@ class DataSet:
     channels: int
     longest: int
     sample_sizes: tuple[tuple[int, int], ...]
+    remark: str = ""
 
     @functools.cached_property
     def crowd(self) -> int:
@@ -268,8 +273,8 @@ def read_photos(seed: int) -> DataSet:
 DATA_SETS = {"digits": read_digits, "photos": read_photos}
 
 
-def read_data(name: str, seed: int, patch: int, longest: int) -> DataSet:
-    """A data set of DATA_SETS, or the images of a folder; patch and longest are for a folder.
+def read_data(name: str, seed: int, patch: int, longest: int, background: str = "white") -> DataSet:
+    """A data set of DATA_SETS, or the images of a folder; patch, longest and background are for a folder.
 
     Raises:
       ValueError: neither, or as of `read_folder`.
@@ -278,78 +283,47 @@ def read_data(name: str, seed: int, patch: int, longest: int) -> DataSet:
         return DATA_SETS[name](seed)
     if not Path(name).is_dir():
         raise ValueError(f"{name!r} is not one of {', '.join(DATA_SETS)}, and no folder of images.")
-    return read_folder(Path(name), patch, longest)
+    return read_folder(Path(name), patch, longest, background)
 
 
 def files_read(name: str) -> dict[str, Path]:
     """The files that `read_data` reads from a folder, by name; none for a data set of scikit-learn."""
-    return {} if name in DATA_SETS else {str(file): file for file in image_files(Path(name).rglob("*"))}
+    return {} if name in DATA_SETS else {str(file): file for file in find_images(Path(name))[0]}
 
 
-def read_folder(folder: Path, patch: int, longest: int) -> DataSet:
-    """The images below a folder as RGB. Each sub-folder with images is a class, or all images are one class.
+def read_folder(folder: Path, patch: int, longest: int, background: str) -> DataSet:
+    """The images below a folder, as of `read_images`. Each sub-folder with images is a class, or all are one class.
 
-    Each class's tenth image is held out. Images keep their aspect ratio: they are downscaled to at most `longest`
-    tokens, and less than a patch is cropped from two sides.
+    Each class's tenth image is held out.
 
     Raises:
-      ValueError: no images, fewer than ten of all classes, images beside classes, or a file that Pillow cannot read.
+      ValueError: no images, fewer than ten of all classes, images beside classes, or as of `find_images` and
+        `read_images`.
     """
-    classes = {
-        sub.name: found for sub in sorted(folder.iterdir()) if sub.is_dir() and (found := image_files(sub.rglob("*")))
-    }
-    alone = image_files(folder.iterdir())
+    files, others = find_images(folder)
+    classes: dict[str, list[Path]] = {}
+    for file in files:
+        first, *rest = file.relative_to(folder).parts
+        classes.setdefault(first if rest else "", []).append(file)
+    alone = classes.pop("", [])
     if alone and classes:
         raise ValueError(
             f"{folder} has images, as {alone[0].name}, beside folders of images, as {', '.join(list(classes)[:5])}; "
             "write one folder a class."
         )
-    classes = classes or {folder.name: alone}
-    files = [(file, label) for label, found in enumerate(classes.values()) for file in found]
+    subfolders = [path for path in sorted(folder.iterdir()) if path.is_dir() and path not in others]
+    remark = skipped(others, [path.name for path in subfolders if path.name not in classes])
+    classes = classes or {folder.resolve().name: alone}
     held = np.array(
         [i % HELDOUT_EVERY == HELDOUT_EVERY - 1 for found in classes.values() for i in range(len(found))], bool
     )
     if not held.any():
-        raise ValueError(f"{folder} has {len(files)} images; of {HELDOUT_EVERY} in a class, one can be held out.")
-    with ThreadPoolExecutor() as pool:
-        pixels = list(pool.map(lambda file: read_image(file[0], patch, longest), files))
-    labels = np.array([label for _, label in files], np.int32)
+        raise ValueError(
+            f"{folder} has {len(files)} images; of {HELDOUT_EVERY} in a class, one can be held out. {remark}".strip()
+        )
+    pixels = read_images(files, patch, longest, background)
+    labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(found) for found in classes.values()])
     train, heldout = (Images([pixels[i] for i in np.flatnonzero(which)], labels[which]) for which in (~held, held))
     sizes = Counter(image.shape[:2] for image in train.pixels).most_common(6)
-    return DataSet(
-        train, heldout, tuple(classes), patch, 3, longest, tuple(sorted((size for size, _ in sizes), reverse=True))
-    )
-
-
-def image_files(paths: Iterator[Path]) -> list[Path]:
-    """Files with a suffix that Pillow reads, in sorted order."""
-    known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    return sorted(
-        path for path in paths if path.suffix.lower() in known and not path.name.startswith(".") and path.is_file()
-    )
-
-
-def fitting_grid(height: int, width: int, patch: int, longest: int) -> tuple[int, int]:
-    """Rows and columns of patches of the largest picture within height by width pixels and `longest` tokens.
-
-    It has nearly their aspect ratio.
-    """
-    scale = min(1.0, math.sqrt(longest * patch**2 / (height * width)))
-    rows, columns = (
-        max(1, int(side * scale / patch + 1e-6)) for side in (height, width)
-    )  # more than rounding, less than a pixel
-    return min(rows, longest // columns) or 1, min(columns, longest)
-
-
-def read_image(file: Path, patch: int, longest: int) -> np.ndarray:
-    """
-    Raises:
-      ValueError: Pillow cannot read it.
-    """
-    try:
-        with Image.open(file) as opened:
-            image = ImageOps.exif_transpose(opened).convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{file} cannot be read as an image: {error}") from error
-    rows, columns = fitting_grid(image.height, image.width, patch, longest)
-    return np.asarray(ImageOps.fit(image, (columns * patch, rows * patch), Image.Resampling.LANCZOS))
+    sample_sizes = tuple(sorted((size for size, _ in sizes), reverse=True))
+    return DataSet(train, heldout, tuple(classes), patch, 3, longest, sample_sizes, remark)

@@ -2,15 +2,15 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from models.digits_in_words import captions_of
-from models.images import HELDOUT_EVERY, image_files, read_image
+from models.image_files import find_images, read_images, skipped
+from models.images import HELDOUT_EVERY
 
 
 class Pairs(NamedTuple):
@@ -29,6 +29,7 @@ class PairData:
       patch: side of a patch.
       channels: of the images.
       labels: of digits, those of `train` and of `heldout`; None for other data.
+      remark: a line about files that were not read, or "".
     """
 
     train: Pairs
@@ -36,6 +37,7 @@ class PairData:
     patch: int
     channels: int
     labels: tuple[np.ndarray, np.ndarray] | None = None
+    remark: str = ""
 
 
 def is_heldout(count: int, every: int = HELDOUT_EVERY) -> np.ndarray:
@@ -57,11 +59,11 @@ def read_digits() -> PairData:
 DATA_SETS: dict[str, Callable[[], PairData]] = {"digits": read_digits}
 
 
-def read_pairs(name: str, patch: int, longest: int) -> PairData:
+def read_pairs(name: str, patch: int, longest: int, background: str = "white") -> PairData:
     """A data set of DATA_SETS, or the pairs of a folder or a .jsonl file, in RGB; each tenth is held out.
 
     Args:
-      patch, longest: for own images, as in `models.images.read_image`.
+      patch, longest, background: for own images, as in `models.image_files.read_images`.
 
     Raises:
       ValueError: neither, fewer than ten pairs, a pair that lacks a half, a caption that is no text, an image that
@@ -72,11 +74,12 @@ def read_pairs(name: str, patch: int, longest: int) -> PairData:
     found = list(_find(name))
     if len(found) < HELDOUT_EVERY:
         raise ValueError(f"{name} has {len(found)} pairs of image and caption; of {HELDOUT_EVERY} one can be held out.")
-    with ThreadPoolExecutor() as pool:
-        pixels = list(pool.map(lambda pair: read_image(pair[0], patch, longest), found))
+    pixels = read_images([image for image, _ in found], patch, longest, background)
     held = is_heldout(len(found))
     of = lambda which: Pairs([pixels[i] for i in which], [(found[i][1],) for i in which])
-    return PairData(of(np.flatnonzero(~held)), of(np.flatnonzero(held)), patch, 3)
+    others = find_images(Path(name))[1] if Path(name).is_dir() else []
+    remark = skipped([file for file in others if not _is_caption(file)])
+    return PairData(of(np.flatnonzero(~held)), of(np.flatnonzero(held)), patch, 3, remark=remark)
 
 
 def files_read(name: str) -> dict[str, Path]:
@@ -84,8 +87,10 @@ def files_read(name: str) -> dict[str, Path]:
     if name in DATA_SETS:
         return {}
     path = Path(name)
-    beside = [path] if path.suffix == ".jsonl" else [image.with_suffix(".txt") for image, _ in _find(name)]
-    return {str(file): file for file in [*beside, *(image for image, _ in _find(name))]}
+    if path.is_dir():
+        images, others = find_images(path)
+        return {str(file): file for file in [*images, *filter(_is_caption, others)]}
+    return {str(file): file for file in [path, *(image for image, _ in _find(name))]}
 
 
 def _find(name: str) -> Iterator[tuple[Path, str]]:
@@ -102,22 +107,33 @@ def _find(name: str) -> Iterator[tuple[Path, str]]:
 
 def _beside(folder: Path) -> Iterator[tuple[Path, str]]:
     """The images below a folder, with the text of the .txt of the same name."""
-    images = image_files(folder.rglob("*"))
-    texts = {file for file in folder.rglob("*.txt") if not file.name.startswith(".")}
-    named = {image.with_suffix(".txt"): image for image in images}
-    if len(named) < len(images):
-        two = next(image for image in images if named[image.with_suffix(".txt")] != image)
-        raise ValueError(f"{two} and {named[two.with_suffix('.txt')].name} have one caption: give them other names.")
-    if alone := sorted(set(named) - texts):
-        raise ValueError(f"{named[alone[0]]} has no caption: {alone[0].name} is missing{_more(alone)}.")
-    if alone := sorted(texts - set(named)):
-        raise ValueError(f"{alone[0]} is the caption of no image{_more(alone)}.")
-    for text, image in named.items():
+    images, others = find_images(folder)
+    named = _by_name(images, "have one caption: give them other names")
+    texts = _by_name(filter(_is_caption, others), "are captions of one image: keep one of them")
+    if alone := sorted(set(named) - set(texts)):
+        raise ValueError(f"{named[alone[0]]} has no caption: {alone[0].name}.txt is missing{_more(alone)}.")
+    if alone := sorted(set(texts) - set(named)):
+        raise ValueError(f"{texts[alone[0]]} is the caption of no image{_more(alone)}.")
+    for name, image in named.items():
+        text = texts[name]
         try:
             caption = text.read_text("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{text} is no text: byte {error.start:,} is not UTF-8.") from error
         yield image, _checked(caption, str(text))
+
+
+def _by_name(files: Iterable[Path], why: str) -> dict[Path, Path]:
+    """The files by their paths without suffix."""
+    found: dict[Path, Path] = {}
+    for file in files:
+        if (first := found.setdefault(file.with_suffix(""), file)) is not file:
+            raise ValueError(f"{first} and {file.name} {why}.")
+    return found
+
+
+def _is_caption(file: Path) -> bool:
+    return file.suffix.lower() == ".txt" and not file.name.startswith(".") and file.is_file()
 
 
 def _lines(file: Path) -> Iterator[tuple[Path, str]]:

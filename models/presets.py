@@ -6,6 +6,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxops.offload import Policy
 from models.decoder import DecoderConfig
+from models.image_files import check_colour
 from models.multimodal import MultimodalConfig
 from models.precision import Attends, Backend, Dtype, Recipe
 from models.schedule import Schedule, Share
@@ -59,6 +60,7 @@ class DiTPreset(Schedule):
       data: a data set's name, or a folder of images.
       patch: side of a patch of a folder's images.
       longest: tokens of the largest of a folder's images.
+      background: colour under transparent pixels of a folder's images: a name, "#rrggbb" or "rgb(r,g,b)".
       sample_steps: Heun steps from noise to image.
       guidance: of the samples; 1 for none.
     """
@@ -78,12 +80,14 @@ class DiTPreset(Schedule):
     data: str = "digits"
     patch: PositiveInt = 4
     longest: PositiveInt = 64
+    background: str = "white"
     weight_decay: NonNegativeFloat = 0.01
     ema: Share | None = 0.995
     sample_steps: PositiveInt = 20
     guidance: NonNegativeFloat = 2.5
 
     def __post_init__(self):
+        check_colour(self.background)
         if self.width % self.heads or self.width % 8:
             raise ValueError(
                 f"width is {self.width} and heads {self.heads}; width must be a multiple of heads, and of 8."
@@ -107,6 +111,7 @@ class MultimodalPreset(Schedule):
       tokenizer: a tokenizer.json; None for bytes.
       patch: side of a patch of own images.
       longest: patches of the largest of own images.
+      background: colour under transparent pixels of own images: a name, "#rrggbb" or "rgb(r,g,b)".
       illustrated: share of documents in which the caption comes first, and the image is drawn; in the others it is
         captioned.
       captionless: share of the former without a caption, for guidance.
@@ -127,6 +132,7 @@ class MultimodalPreset(Schedule):
     tokenizer: str | None = None
     patch: PositiveInt = 4
     longest: PositiveInt = 64
+    background: str = "white"
     weight_decay: NonNegativeFloat = 0.01
     ema: Share | None = 0.995
     illustrated: Share = 0.5
@@ -140,6 +146,7 @@ class MultimodalPreset(Schedule):
     temperature: NonNegativeFloat = 0.5
 
     def __post_init__(self):
+        check_colour(self.background)
         sizes = {name: getattr(self, name) for name in ("rows", "predictions", "documents")}
         if wrong := [f"{name} is {size}" for name, size in sizes.items() if size % self.accumulate]:
             raise ValueError(

@@ -211,7 +211,7 @@ def run(options: DitOptions) -> None:
     with config.errors_of_options():
         preset = choose(options)
         mesh = launch.choose_mesh(options, preset.backend)
-        images = read_data(preset.data, preset.seed, preset.patch, preset.longest)
+        images = read_data(preset.data, preset.seed, preset.patch, preset.longest, preset.background)
         sizes = configure(preset, images, mesh)
         frozen.check(nnx.state(nnx.eval_shape(lambda: DiT(sizes, rngs=nnx.Rngs(0))), nnx.Param), preset.freeze)
         out = Path("runs", f"dit-{Path(preset.data).name}-{options.preset}")
@@ -228,6 +228,8 @@ def _train_and_report(
         f"{len(images.train.pixels):,} images to train on, {len(images.heldout.pixels):,} held out, "
         f"{len(images.classes)} classes"
     )
+    if images.remark:
+        run.say(images.remark)
     console.print(f"preset {options.preset}, {preset.dtype}, recipe {preset.recipe}, on {launch.devices(run.mesh)}")
     console.print(remark(preset.policy), end="")
 

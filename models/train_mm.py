@@ -276,7 +276,7 @@ def run(options: MmOptions) -> None:
     with config.errors_of_options():
         preset = choose(options)
         mesh = launch.choose_mesh(options, preset.model.backend)
-        data = read_pairs(preset.data, preset.patch, preset.longest)
+        data = read_pairs(preset.data, preset.patch, preset.longest, preset.background)
         preset, material = prepare(preset, data)
         check_fits(preset, material, mesh)
         files = files_read(preset.data) | (
@@ -292,6 +292,8 @@ def _train_and_report(
 ) -> None:
     console = run.console
     console.print(f"{len(material.train):,} images with captions to train on, {len(material.heldout):,} held out")
+    if data.remark:
+        run.say(data.remark)
     model = preset.model
     console.print(f"preset {options.preset}, {model.dtype}, recipe {model.recipe}, on {launch.devices(run.mesh)}")
     console.print(remark(model.policy), end="")

@@ -121,7 +121,7 @@ def read_images(files: Sequence[Path], patch: int, longest: int, background: str
         except Exception as error:  # Pillow lets any through for damaged files
             reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
             if isinstance(error, UnidentifiedImageError):
-                reason = "it has no format that Pillow reads, or is damaged"
+                reason = "it has no format that Pillow reads, or its header is damaged"
             raise ValueError(
                 f"{file} cannot be read as an image: {reason}. Write it as a PNG or JPEG of 8 bits, or leave it out."
             ) from error
@@ -139,7 +139,8 @@ def read_image(file: Path, patch: int, longest: int, background: str = "white") 
 
 def _upright(file: Path, background: str) -> Image.Image:
     """In RGB."""
-    with Image.open(file) as image:
+    # Of a stream: Pillow 13 maps a named TIFF into memory with the sides of the turned image.
+    with file.open("rb") as stream, Image.open(stream) as image:
         raw = str(image.tile[0][3]) if image.format == "PNG" and image.tile else ""
         image.load()
         if (clear := image.info.get("transparency")) is not None:

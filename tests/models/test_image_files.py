@@ -1,0 +1,390 @@
+"""What people keep beside and in their images: each file gives the pixels that its format means, or one line."""
+
+import io
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, PngImagePlugin
+
+from models import train_dit, train_mm
+from models.image_files import find_images, read_image, read_images, skipped
+from models.images import read_data
+from models.pairs import files_read, read_pairs
+from models.train_dit import DitOptions
+from models.train_mm import MmOptions
+
+
+def png(depth: int, kind: int, width: int, rows: bytes, transparent: bytes | None = None) -> bytes:
+    """A PNG of one row by the format's specification; kind 0 is gray, 2 RGB."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, 1, depth, kind, 0, 0, 0))
+    clear = b"" if transparent is None else chunk(b"tRNS", transparent)
+    return b"\x89PNG\r\n\x1a\n" + header + clear + chunk(b"IDAT", zlib.compress(b"\0" + rows)) + chunk(b"IEND", b"")
+
+
+def tiff(
+    bits: int, sample_format: int, row: bytes, *, white_is_zero=False, order="<", alpha: int | None = None
+) -> bytes:
+    """A TIFF of two pixels by the format's specification; alpha: 1 for premultiplied, 2 for separate."""
+    channels = 1 if alpha is None else 2
+    tags = {256: (4, 2), 257: (4, 1), 258: (3, *channels * [bits]), 259: (3, 1), 262: (3, int(not white_is_zero))}
+    tags |= {273: (4, 0), 277: (3, channels), 278: (4, 1), 279: (4, len(row)), 339: (3, *channels * [sample_format])}
+    tags |= {} if alpha is None else {338: (3, alpha)}
+    tags[273] = (4, 8 + 2 + 12 * len(tags) + 4)
+    entry = lambda tag, kind, *values: (
+        struct.pack(order + "HHI", tag, kind, len(values))
+        + struct.pack(order + str(len(values)) + {3: "H", 4: "I"}[kind], *values).ljust(4, b"\0")
+    )
+    ifd = b"".join(entry(tag, *tags[tag]) for tag in sorted(tags))
+    start = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "IH", 8, len(tags))
+    return start + ifd + struct.pack(order + "I", 0) + row
+
+
+def saved(mode: str, pixels: list, form: str, **options) -> bytes:
+    """One row of pixels, as Pillow writes it."""
+    image, file = Image.new(mode, (len(pixels), 1)), io.BytesIO()
+    for column, pixel in enumerate(pixels):
+        image.putpixel((column, 0), pixel)
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def gray(*values: int) -> list[tuple[int, int, int]]:
+    return [(value, value, value) for value in values]
+
+
+def fits() -> bytes:
+    """Two numbers of 16 bits with a sign."""
+    cards = ["SIMPLE  = T", "BITPIX  = 16", "NAXIS   = 2", "NAXIS1  = 2", "NAXIS2  = 1", "END"]
+    return "".join(card.ljust(80) for card in cards).ljust(2880).encode() + struct.pack(">2h", 1, 1000).ljust(
+        2880, b"\0"
+    )
+
+
+PALETTE = (10, 20, 30, 200, 100, 0)
+
+
+def palette(form: str, **options) -> bytes:
+    image, file = Image.new("P", (2, 1)), io.BytesIO()
+    image.putpalette(PALETTE)
+    image.putpixel((1, 0), 1)
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+READ = {
+    "16 bits": (png(16, 0, 4, struct.pack(">4H", 0, 1000, 32768, 65535)), gray(0, 4, 128, 255)),
+    "16 bits, one clear": (png(16, 0, 3, struct.pack(">3H", 999, 1000, 65535), b"\x03\xe8"), gray(4, 255, 255)),
+    "2 bits": (png(2, 0, 4, b"\x1b"), gray(0, 85, 170, 255)),
+    "2 bits, one clear": (png(2, 0, 4, b"\x1b", b"\0\1"), gray(0, 255, 170, 255)),
+    "4 bits, one clear": (png(4, 0, 2, b"\x12", b"\0\2"), gray(17, 255)),
+    "1 bit": (png(1, 0, 2, b"\x40"), gray(0, 255)),
+    "8 bits, one clear": (png(8, 0, 3, b"\0\x64\x65", b"\0\x64"), gray(0, 255, 101)),
+    "RGB, one clear": (png(8, 2, 2, b"\1\2\3\1\2\4", b"\0\1\0\2\0\3"), [(255, 255, 255), (1, 2, 4)]),
+    "RGB of 16 bits": (png(16, 2, 1, struct.pack(">3H", 257, 65535, 51400)), [(1, 255, 200)]),
+    "gray, alpha": (saved("LA", [(100, 51), (7, 0), (9, 255)], "PNG"), gray(224, 255, 9)),
+    "RGBA": (
+        saved("RGBA", [(100, 0, 200, 51), (1, 2, 3, 0), (4, 5, 6, 255)], "PNG"),
+        [(224, 204, 244), (255,) * 3, (4, 5, 6)],
+    ),
+    "palette": (palette("PNG"), [(10, 20, 30), (200, 100, 0)]),
+    "palette, one clear": (palette("PNG", transparency=0), [(255, 255, 255), (200, 100, 0)]),
+    "palette, alphas": (palette("PNG", transparency=b"\xff\x33"), [(10, 20, 30), (244, 224, 204)]),
+    "GIF, one clear": (palette("GIF", transparency=1), [(10, 20, 30), (255, 255, 255)]),
+    "TIFF, 16 bits": (tiff(16, 1, struct.pack("<2H", 257, 65535)), gray(1, 255)),
+    "TIFF, 16 bits, big end first": (tiff(16, 1, struct.pack(">2H", 257, 65535), order=">"), gray(1, 255)),
+    "TIFF, 16 bits, white is 0": (tiff(16, 1, struct.pack("<2H", 257, 65535), white_is_zero=True), gray(254, 0)),
+    "TIFF, 12 bits": (tiff(12, 1, b"\xff\xf1\x01"), gray(255, 16)),  # 4095, and 257 / 4095 * 255
+    "TIFF, 16 bits in 32": (tiff(32, 2, struct.pack("<2i", 257, 65535)), gray(1, 255)),
+    "TIFF, black in 32 bits": (tiff(32, 2, bytes(8)), gray(0, 0)),
+    "TIFF, alpha": (tiff(8, 1, b"\x64\x33\0\xff", alpha=2), gray(224, 0)),
+    "TIFF, premultiplied": (tiff(8, 1, b"\x14\x33\0\xff", alpha=1), gray(224, 0)),  # 20 + 255 * (255 - 51) / 255
+    "CMYK": (saved("CMYK", [(0, 255, 255, 0), (0, 0, 0, 255)], "TIFF"), [(255, 0, 0), (0, 0, 0)]),
+    "YCbCr": (saved("YCbCr", [(76, 85, 255), (50, 128, 128)], "TIFF"), [(254, 0, 0), (50, 50, 50)]),
+    "LAB": (saved("LAB", [(255, 128, 128), (0, 128, 128)], "TIFF"), gray(255, 0)),
+    "PGM to 65535": (b"P5 2 1 65535\n" + struct.pack(">2H", 257, 65535), gray(1, 255)),
+    "PGM to 1023": (b"P5 2 1 1023\n" + struct.pack(">2H", 341, 1023), gray(85, 255)),
+    "PGM to 3": (b"P5 2 1 3\n\1\3", gray(85, 255)),
+    "JPEG 2000, 16 bits": (saved("I;16", [257, 65535], "JPEG2000", irreversible=False), gray(1, 255)),
+    "TGA": (saved("RGBA", [(100, 0, 200, 51)], "TGA"), [(224, 204, 244)]),
+    "QOI": (saved("RGBA", [(100, 0, 200, 51)], "QOI"), [(224, 204, 244)]),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_numbers_keep_their_range_and_white_lies_under_transparent_pixels(tmp_path, name):
+    content, expected = READ[name]
+    (tmp_path / "x").write_bytes(content)  # the content says what it is, not the suffix
+    rounding = 1 if name == "LAB" else 0  # of a conversion by colour profiles
+    np.testing.assert_allclose(read_image(tmp_path / "x", 1, 100).astype(int), [expected], atol=rounding, rtol=0)
+
+
+def test_another_background(tmp_path):
+    (tmp_path / "x.png").write_bytes(saved("RGBA", [(100, 0, 200, 51), (1, 2, 3, 0), (4, 5, 6, 255)], "PNG"))
+    pixels = read_image(tmp_path / "x.png", 1, 9, background="rgb(0, 50, 100)")
+    np.testing.assert_array_equal(pixels, [[(20, 40, 120), (0, 50, 100), (4, 5, 6)]])
+
+
+def test_an_inverted_jpeg_for_print(tmp_path):
+    Image.new("CMYK", (16, 16), (0, 255, 255, 0)).save(tmp_path / "x.jpg", quality=100)
+    assert b"Adobe" in (tmp_path / "x.jpg").read_bytes()
+    np.testing.assert_allclose(read_image(tmp_path / "x.jpg", 4, 16)[5, 5], (255, 0, 0), atol=3)
+
+
+@pytest.mark.parametrize("form", ["GIF", "PNG", "TIFF", "WEBP"])
+def test_the_first_frame(tmp_path, form):
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    frames[0].save(tmp_path / "x", form, save_all=True, append_images=frames[1:])
+    with Image.open(tmp_path / "x") as image:
+        assert image.n_frames == 2  # pyright: ignore[reportAttributeAccessIssue]
+    np.testing.assert_allclose(read_image(tmp_path / "x", 4, 4)[4, 4], (255, 0, 0), atol=2)
+
+
+NO_WHITE = r"do not say which one is white; beyond 8 bits it needs 16 without a sign"
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (tiff(32, 3, struct.pack("<2f", 0.5, 1)), rf"its numbers, 0\.5 to 1\.0, {NO_WHITE}"),
+        (b"Pf\n2 1\n-1.0\n" + struct.pack("<2f", 0.5, 1), rf"its numbers, 0\.5 to 1\.0, {NO_WHITE}"),
+        (tiff(16, 2, struct.pack("<2h", 5, 1000)), f"its numbers, 5 to 1000, {NO_WHITE}"),
+        (tiff(8, 2, struct.pack("<2b", -5, 100)), NO_WHITE),
+        (tiff(32, 2, struct.pack("<2i", -5, 1000)), f"its numbers, -5 to 1000, {NO_WHITE}"),
+        (tiff(32, 2, struct.pack("<2i", 0, 65536)), f"its numbers, 0 to 65536, {NO_WHITE}"),
+        (tiff(32, 1, struct.pack("<2I", 0, 2**32 - 1)), f"its numbers, -1 to 0, {NO_WHITE}"),
+        (tiff(32, 2, struct.pack("<2i", 0, 255)), f"its numbers, 0 to 255, {NO_WHITE}"),  # of 8 bits, or very dark
+        (fits(), f"its numbers, 1 to 1000, {NO_WHITE}"),
+        (tiff(64, 3, struct.pack("<2d", 0.5, 1)), "it has no format that Pillow reads, or its header is damaged"),
+        (png(16, 2, 1, struct.pack(">3H", 9, 9, 9), struct.pack(">3H", 9, 9, 9)), "transparent colour by 16 bits"),
+        (saved("RGBA", [(1, 2, 3, 0)], "PNG"), "all of it is transparent"),
+        (png(8, 0, 2, b"\1"), "truncated"),
+        (saved("RGB", 99 * [(1, 2, 3)], "BMP")[:-60], "truncated"),
+        (b"", "it has no format"),
+        (b"<html>404</html>", "it has no format"),
+        (png(8, 0, 0, b""), "it has no format"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path, content, error):
+    (tmp_path / "[x].png").write_bytes(content)
+    with pytest.raises(ValueError, match=error) as raised:
+        read_images([tmp_path / "[x].png"], 1, 9, "white")
+    line = str(raised.value)
+    assert line.startswith(f"{tmp_path}/[x].png cannot be read as an image: ")
+    assert line.endswith("Write it as a PNG or JPEG of 8 bits, or leave it out.")
+    assert "\n" not in line
+
+
+def test_a_file_that_must_not_be_read(tmp_path, monkeypatch):
+    def refuse(file, *_):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"x\.png cannot be read as an image: Permission denied\. Write"):
+        read_image(tmp_path / "x.png", 1, 9)
+
+
+def test_very_many_pixels(tmp_path, monkeypatch):
+    """Pillow warns of more than MAX_IMAGE_PIXELS, and refuses twice as many."""
+    for side in (12, 15):
+        Image.new("L", (side, side), 7).save(tmp_path / f"{side}.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert (read_image(tmp_path / "12.png", 4, 9) == 7).all()
+    with pytest.raises(
+        ValueError, match=r"15\.png cannot be read as an image: Image size \(225 pixels\) exceeds limit"
+    ):
+        read_image(tmp_path / "15.png", 4, 9)
+
+
+STORED = np.array([[10, 20, 30], [40, 50, 60]], np.uint8)
+SHOWN = {  # by the first row and first column of what is stored, as EXIF 2.3 has them in section 4.6.4
+    1: [[10, 20, 30], [40, 50, 60]],
+    2: [[30, 20, 10], [60, 50, 40]],
+    3: [[60, 50, 40], [30, 20, 10]],
+    4: [[40, 50, 60], [10, 20, 30]],
+    5: [[10, 40], [20, 50], [30, 60]],
+    6: [[40, 10], [50, 20], [60, 30]],
+    7: [[60, 30], [50, 20], [40, 10]],
+    8: [[30, 60], [20, 50], [10, 40]],
+}
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "WEBP", "XMP"])
+@pytest.mark.parametrize("orientation", SHOWN)
+def test_orientations(tmp_path, form, orientation):
+    exif, text = Image.Exif(), PngImagePlugin.PngInfo()
+    exif[0x0112] = orientation
+    text.add_itxt("XML:com.adobe.xmp", f'<x tiff:Orientation="{orientation}"/>')
+    given = {"pnginfo": text} if form == "XMP" else {"exif": exif}
+    given |= {"lossless": True} if form == "WEBP" else {}
+    Image.fromarray(STORED).save(tmp_path / "x", "PNG" if form == "XMP" else form, **given)
+    np.testing.assert_array_equal(read_image(tmp_path / "x", 1, 9)[..., 0], SHOWN[orientation])
+
+
+def exif_of(*entries: str) -> bytes:
+    """An IFD with these entries, as hexadecimal digits."""
+    ifd = bytes.fromhex(f"{len(entries):04x}" + "".join(entries) + "00000000")
+    return b"Exif\0\0MM\0*\0\0\0\x08" + ifd
+
+
+@pytest.mark.parametrize(
+    ("exif", "shown"),
+    [
+        (exif_of("0112 0003 00000001 00060000", "0141 0002 00000002 78000000"), 6),  # a text where numbers should be
+        (exif_of("0112 0004 00000001 00000003"), 3),  # of 32 bits
+        (exif_of("0112 0003 00000001 00000000"), 1),
+        (exif_of("0112 0003 00000001 00090000"), 1),
+        (exif_of("0112 0002 00000002 36000000"), 1),  # the text "6"
+        (exif_of("0112 0003 00000002 00060003"), 6),  # two numbers
+        (exif_of("0112 0007 00000001 06000000"), 1),  # bytes
+        (exif_of("0112 0003 7fffffff 00060000"), 1),  # more numbers than there are bytes
+        (exif_of("0112 0003 00000001 00060000", "8769 0004 00000001 7fffffff"), 6),  # a part that lies outside
+        (b"Exif\0\0MM\0*\x7f\0\0\x08", 1),
+        (b"Exif\0\0MM\0*", 1),
+        (b"Exif\0\0nonsense", 1),
+        (b"Exif\0\0", 1),
+    ],
+)
+@pytest.mark.parametrize("form", ["PNG", "WEBP", "JPEG"])
+def test_odd_exif_stops_no_picture(tmp_path, form, exif, shown):
+    wide = np.repeat(np.repeat(STORED, 16, 0), 16, 1)  # constant where JPEG's blocks are
+    given = {"lossless": True} if form == "WEBP" else {"quality": 100} if form == "JPEG" else {}
+    Image.fromarray(wide).save(tmp_path / "x", form, exif=exif, **given)
+    pixels = read_image(tmp_path / "x", 16, 9)[8::16, 8::16, 0].astype(int)
+    np.testing.assert_allclose(pixels, SHOWN[shown], atol=1)
+
+
+def save(file: Path, value: int = 0) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), (value, 0, 0)).save(file)
+
+
+def test_what_else_is_in_a_folder(tmp_path):
+    """Capitals, links and brackets are read; the rest is counted."""
+    folder, elsewhere = tmp_path / "[a-b]*", tmp_path / "elsewhere"
+    for name in ("0.PNG", "1.Jpg", "x.jpg/2.png", ".hidden/3.png", "[4].png"):
+        save(folder / "a" / name)
+    save(elsewhere / "deep" / "5.png")
+    for path in ("a/.DS_Store", "a/._0.PNG", "a/notes.TXT", "a/6.heic", "a/7", "a/8.png.part", "Thumbs.db"):
+        (folder / path).write_bytes(b"no image")
+    (folder / "b").symlink_to(elsewhere)
+    (folder / "a" / "file.png").symlink_to(elsewhere / "deep" / "5.png")
+    (folder / "a" / "more").symlink_to(elsewhere)
+    (folder / "a" / "loop").symlink_to(folder)
+    (elsewhere / "deep" / "up").symlink_to("..")
+    (folder / "empty").mkdir()
+    (folder / "c").mkdir()
+    (folder / "c" / "9.svg").touch()
+    images, others = find_images(folder)
+    assert [str(image.relative_to(folder)) for image in images] == [
+        "a/0.PNG", "a/1.Jpg", "a/[4].png", "a/file.png", "a/more/deep/5.png", "a/x.jpg/2.png", "b/deep/5.png",
+    ]  # fmt: skip
+    line = skipped(others)
+    assert line == (
+        "not read: 1 .db, 3 hidden, 1 .heic, 1 without a suffix, 1 .part, 3 links to a folder around them, 1 .txt, "
+        "1 .svg"
+    )
+    for i in range(8):
+        save(folder / "a" / f"x{i}.png")
+    data = read_data(str(folder), 0, 4, 64)
+    assert data.classes == ("a", "b")
+    np.testing.assert_array_equal(data.train.labels, 13 * [0] + [1])
+    assert data.remark == f"{line}; no images in c, empty"
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda path: path.symlink_to("nowhere.png"), "is no file, or a link to nothing: repair it, or remove it"),
+        (lambda path: path.symlink_to(path), "is no file, or a link to nothing"),
+        (os.mkfifo, "is no file, or a link to nothing"),
+    ],
+)
+@pytest.mark.parametrize("name", ["x.png", "x"])
+def test_links_to_nothing_and_pipes(tmp_path, make, error, name):
+    for i in range(10):
+        save(tmp_path / f"{i}.png")
+        (tmp_path / f"{i}.txt").write_text("text")
+    make(tmp_path / name)
+    for read in (lambda: read_data(str(tmp_path), 0, 4, 64), lambda: read_pairs(str(tmp_path), 4, 64)):
+        with pytest.raises(ValueError, match=rf"/{name} {error}"):
+            read()
+
+
+def test_a_folder_that_must_not_be_listed(tmp_path, monkeypatch):
+    save(tmp_path / "a" / "b" / "0.png")
+    allowed = Path.iterdir
+
+    def iterdir(path):
+        if path.name == "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return allowed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    with pytest.raises(ValueError, match=r"a/b cannot be looked at: Permission denied\. Allow it, or move it"):
+        find_images(tmp_path)
+
+
+def test_images_of_which_none_is_read(tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i}.HEIC").touch()
+    with pytest.raises(ValueError, match=r"has 0 images; of 10 in a class, one can be held out\. not read: 20 \.heic$"):
+        read_data(str(tmp_path), 0, 4, 64)
+
+
+def test_pairs_through_links_and_in_capitals(tmp_path):
+    folder, elsewhere = tmp_path / "[pairs]", tmp_path / "elsewhere"
+    for i in range(10):
+        save(elsewhere / "deep" / f"[{i}].JPEG", 10 * i)
+        (elsewhere / "deep" / f"[{i}].TXT").write_text(f"number {i}")
+    save(elsewhere / ".thumbnails" / "0.png")
+    (elsewhere / "info.json").touch()
+    folder.mkdir()
+    (folder / "link").symlink_to(elsewhere)
+    (elsewhere / "deep" / "loop").symlink_to(folder)
+    data = read_pairs(str(folder), 4, 64)
+    assert [captions for pairs in (data.train, data.heldout) for captions in pairs.captions] == [
+        (f"number {i}",) for i in range(10)
+    ]
+    assert data.remark == "not read: 1 hidden, 1 links to a folder around them, 1 .json"
+    assert len(files_read(str(folder))) == 20
+    (elsewhere / "deep" / "[3].txt").touch()
+    with pytest.raises(ValueError, match=r"\[3\]\.TXT and \[3\]\.txt are captions of one image: keep one of them"):
+        read_pairs(str(folder), 4, 64)
+
+
+class _Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("module", "options"), [(train_dit, DitOptions), (train_mm, MmOptions)])
+def test_the_commands_take_a_background_and_say_what_they_skip(tmp_path, monkeypatch, capsys, module, options):
+    image = Image.new("RGBA", (8, 8), (200, 100, 50, 0))
+    image.putpixel((0, 0), (0, 0, 255, 255))
+    for i in range(10):
+        image.save(tmp_path / f"{i}.png")
+        (tmp_path / f"{i}.txt").write_text("text")
+    (tmp_path / "0.[red]").touch()
+    seen = []
+
+    def train(preset, *given):
+        seen.extend(given)
+        raise _Stop
+
+    monkeypatch.setattr(module, "train", train)
+    setting = ["background=blue", "longest=4"]
+    with pytest.raises(_Stop):
+        module.run(options(data=str(tmp_path), set=setting, out=tmp_path / "out"))
+    pixels = seen[1].train.pixels if module is train_dit else [pixels for pixels, _ in seen[0].train]
+    assert len(pixels) == 9
+    assert all((image == (0, 0, 255)).all() for image in pixels)
+    assert "1 .[red]" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="background is 'bleu', which is no colour: write a name as white"):
+        module.choose(options(set=["background=bleu"]))

@@ -110,7 +110,7 @@ def read_images(files: Sequence[Path], patch: int, longest: int, background: str
       background: colour under transparent pixels.
 
     Raises:
-      ValueError: Pillow cannot read a file, its numbers do not say which one is white, or no pixel is visible.
+      ValueError: Pillow cannot read a file, or its numbers do not say which one is white.
     """
 
     def read(file: Path) -> np.ndarray:
@@ -188,9 +188,9 @@ def _visible(image: Image.Image, background: str) -> Image.Image:
         image = image.convert("LA")
     if not image.has_transparency_data:
         return image.convert("RGB")
-    image = image.convert("RGBA")
-    if not image.getchannel("A").getbbox():
-        raise ValueError("all of it is transparent")
+    shown = image.convert("RGBA")
+    if image.format == "TGA" and not shown.getchannel("A").getbbox():  # where a fourth byte is often unused
+        return image.convert("RGB")
     canvas = Image.new("RGB", image.size, background)
-    canvas.paste(image, mask=image)
+    canvas.paste(shown, mask=shown)
     return canvas

@@ -114,6 +114,8 @@ READ = {
     "PGM to 3": (b"P5 2 1 3\n\1\3", gray(85, 255)),
     "JPEG 2000, 16 bits": (saved("I;16", [257, 65535], "JPEG2000", irreversible=False), gray(1, 255)),
     "TGA": (saved("RGBA", [(100, 0, 200, 51)], "TGA"), [(224, 204, 244)]),
+    "TGA, fourth bytes unused": (saved("RGBA", 9 * [(100, 0, 200, 0)], "TGA"), 9 * [(100, 0, 200)]),
+    "WebP, all clear": (saved("RGBA", [(100, 0, 200, 0)], "WEBP"), [(255, 255, 255)]),
     "QOI": (saved("RGBA", [(100, 0, 200, 51)], "QOI"), [(224, 204, 244)]),
 }
 
@@ -164,7 +166,6 @@ NO_WHITE = r"do not say which one is white; beyond 8 bits it needs 16 without a 
         (fits(), f"its numbers, 1 to 1000, {NO_WHITE}"),
         (tiff(64, 3, struct.pack("<2d", 0.5, 1)), "it has no format that Pillow reads, or its header is damaged"),
         (png(16, 2, 1, struct.pack(">3H", 9, 9, 9), struct.pack(">3H", 9, 9, 9)), "transparent colour by 16 bits"),
-        (saved("RGBA", [(1, 2, 3, 0)], "PNG"), "all of it is transparent"),
         (png(8, 0, 2, b"\1"), "truncated"),
         (saved("RGB", 99 * [(1, 2, 3)], "BMP")[:-60], "truncated"),
         (b"", "it has no format"),

@@ -78,7 +78,7 @@ def skipped(others: Sequence[Path], empty: Sequence[str] = ()) -> str:
     kinds = Counter(
         "hidden"
         if path.name.startswith(".")
-        else "links to a folder around them"
+        else "in loops of links"
         if path.is_dir()
         else path.suffix.lower() or "without a suffix"
         for path in others

@@ -281,7 +281,7 @@ def read_data(name: str, seed: int, patch: int, longest: int, background: str = 
     """
     if name in DATA_SETS:
         return DATA_SETS[name](seed)
-    if not Path(name).is_dir():
+    if not (name and Path(name).is_dir()):  # Path("") is the current folder
         raise ValueError(f"{name!r} is not one of {', '.join(DATA_SETS)}, and no folder of images.")
     return read_folder(Path(name), patch, longest, background)
 

@@ -98,7 +98,7 @@ def _find(name: str) -> Iterator[tuple[Path, str]]:
     path = Path(name)
     if path.is_file() and path.suffix == ".jsonl":
         return _lines(path)
-    if path.is_dir():
+    if name and path.is_dir():  # Path("") is the current folder
         return _beside(path)
     raise ValueError(
         f"{name!r} is not one of {', '.join(DATA_SETS)}, no folder of images with a .txt each, and no .jsonl file."

@@ -331,6 +331,18 @@ def test_a_folder_that_must_not_be_listed(tmp_path, monkeypatch):
         find_images(tmp_path)
 
 
+@pytest.mark.parametrize("read", [read_data, read_pairs])
+def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, read):
+    for i in range(10):
+        save(tmp_path / f"{i}.png")
+        (tmp_path / f"{i}.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    given = (0, 4, 64) if read is read_data else (4, 64)
+    assert len(read(".", *given).train.pixels) == 9
+    with pytest.raises(ValueError, match="'' is not one of digits"):
+        read("", *given)
+
+
 def test_images_of_which_none_is_read(tmp_path):
     for i in range(20):
         (tmp_path / f"{i}.HEIC").touch()

@@ -109,7 +109,7 @@ def _beside(folder: Path) -> Iterator[tuple[Path, str]]:
     """The images below a folder, with the text of the .txt of the same name."""
     images, others = find_images(folder)
     named = _by_name(images, "have one caption: give them other names")
-    texts = _by_name(filter(_is_caption, others), "are captions of one image: keep one of them")
+    texts = _by_name(filter(_is_caption, reversed(others)), "are captions of one image: remove one")
     if alone := sorted(set(named) - set(texts)):
         raise ValueError(f"{named[alone[0]]} has no caption: {alone[0].name}.txt is missing{_more(alone)}.")
     if alone := sorted(set(texts) - set(named)):

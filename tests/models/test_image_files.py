@@ -367,7 +367,7 @@ def test_pairs_through_links_and_in_capitals(tmp_path):
     assert data.remark == "not read: 1 hidden, 1 in loops of links, 1 .json"
     assert len(files_read(str(folder))) == 20
     (elsewhere / "deep" / "[3].txt").touch()
-    with pytest.raises(ValueError, match=r"\[3\]\.TXT and \[3\]\.txt are captions of one image: keep one of them"):
+    with pytest.raises(ValueError, match=r"\[3\]\.txt and \[3\]\.TXT are captions of one image: remove one"):
         read_pairs(str(folder), 4, 64)
 
 

@@ -176,7 +176,8 @@ def _eight_bits(image: Image.Image) -> Image.Image:
         )
     if tags.get(PHOTOMETRIC) == 0:  # 0 is white
         values = white - values
-    gray = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
+    # The high bits, as Pillow reads colours of 16 bits.
+    gray = Image.fromarray((values.astype(np.int64) * 256 // (white + 1)).astype(np.uint8))
     if (clear := image.info.get("transparency")) is not None:
         gray.putalpha(Image.fromarray(values != clear))
     return gray

@@ -80,8 +80,8 @@ def palette(form: str, **options) -> bytes:
 
 
 READ = {
-    "16 bits": (png(16, 0, 4, struct.pack(">4H", 0, 1000, 32768, 65535)), gray(0, 4, 128, 255)),
-    "16 bits, one clear": (png(16, 0, 3, struct.pack(">3H", 999, 1000, 65535), b"\x03\xe8"), gray(4, 255, 255)),
+    "16 bits": (png(16, 0, 4, struct.pack(">4H", 0, 1000, 32768, 65535)), gray(0, 3, 128, 255)),
+    "16 bits, one clear": (png(16, 0, 3, struct.pack(">3H", 999, 1000, 65535), b"\x03\xe8"), gray(3, 255, 255)),
     "2 bits": (png(2, 0, 4, b"\x1b"), gray(0, 85, 170, 255)),
     "2 bits, one clear": (png(2, 0, 4, b"\x1b", b"\0\1"), gray(0, 255, 170, 255)),
     "4 bits, one clear": (png(4, 0, 2, b"\x12", b"\0\2"), gray(17, 255)),
@@ -101,7 +101,7 @@ READ = {
     "TIFF, 16 bits": (tiff(16, 1, struct.pack("<2H", 257, 65535)), gray(1, 255)),
     "TIFF, 16 bits, big end first": (tiff(16, 1, struct.pack(">2H", 257, 65535), order=">"), gray(1, 255)),
     "TIFF, 16 bits, white is 0": (tiff(16, 1, struct.pack("<2H", 257, 65535), white_is_zero=True), gray(254, 0)),
-    "TIFF, 12 bits": (tiff(12, 1, b"\xff\xf1\x01"), gray(255, 16)),  # 4095, and 257 / 4095 * 255
+    "TIFF, 12 bits": (tiff(12, 1, b"\xff\xf1\x01"), gray(255, 16)),  # 4095 and 257, by 16
     "TIFF, 16 bits in 32": (tiff(32, 2, struct.pack("<2i", 257, 65535)), gray(1, 255)),
     "TIFF, black in 32 bits": (tiff(32, 2, bytes(8)), gray(0, 0)),
     "TIFF, alpha": (tiff(8, 1, b"\x64\x33\0\xff", alpha=2), gray(224, 0)),

@@ -65,9 +65,8 @@ def narrow(h: jax.Array, layer: Any) -> jax.Array:
 
 
 def _in_fp8(layer: Fp8Linear, x: jax.Array, *, bias: bool) -> jax.Array:
-    kernel, added, dtype = layer.parameters(x)
-    y = layer.product(x, kernel, dtype)
-    return y if added is None or not bias else y + added.astype(dtype)[None]
+    y = layer.multiply(x)
+    return y if layer.bias is None or not bias else y + layer.bias[...].astype(y.dtype)[None]
 
 
 def _check_is_split(layer: Any, axis: int) -> None:

@@ -8,6 +8,7 @@ from jax import lax
 
 from jaxops._lib import instructions
 from jaxops._lib.checks import check_array, float_dtype
+from jaxops._lib.pytrees import register
 
 BLOCK = 128  # elements that share a scale in the 1x128 and 128x128 recipes (DeepSeek-V3, arXiv:2412.19437)
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -17,7 +18,7 @@ AMAX_MAX = 2.0**128 - 2.0**120  # larger ones count as this one, the largest bfl
 _FACTOR_BITS = 15  # of a factor's mantissa
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class Quantized:
     """A tensor [M, K] in FP8: `values * scales`, or transposed `values_t * scales_t`. A stack has a leading G in all.

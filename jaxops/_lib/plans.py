@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from jaxops._lib.device import Capability, Device
+from jaxops._lib.device import Capability, Device, warn_once
 from jaxops._lib.recorded import Decision, Source, note, watched
 
 AMPERE, ADA = (8, 0), (8, 9)  # compute capabilities: the least of the Pallas kernels, and the least with FP8
@@ -152,9 +152,18 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         return self.plan.__module__.split(".")[-2]
 
     def row_key(self, row: dict) -> tuple:
-        """What a tuned row is found by: the op's key, and the kernel that the tiles are for."""
+        """What a tuned row is found by: the op's key, and the kernel that the tiles are for. () of a row that cannot be
+        read, as one of another version or that was edited: no op stops for it."""
         assert self.key is not None
-        return *self.key(row["pass"], **row), row["tiles"].get("kernel", "pallas")
+        try:
+            return *self.key(row["pass"], **row), row["tiles"].get("kernel", "pallas")
+        except (KeyError, TypeError, AttributeError) as error:
+            self._leave_out(row, error)
+            return ()
+
+    def _leave_out(self, row: dict, error: Exception) -> None:
+        hint = "`python -m jaxops.tuning clear` deletes your rows, --again measures them again"
+        warn_once(f"jaxops goes on without a tuned row of {self.op} that it cannot read ({error!r}): {row}; {hint}.")
 
     def _tiles(self, name: str, call: Call[ProblemT, PlanT]) -> tuple[TilesT, Source]:
         tiles, kernel = getattr(call.plan, name), self.kernel(name, call)
@@ -163,12 +172,22 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         key = row = None
         if self.key is not None and self.tiles is not None:
             key = (*self.key(name, **vars(call.problem)), kernel)
-            row = next((row for row in call.rows if row["op"] == self.op and self.row_key(row) == key), None)
-            tiles = None if row is None else self.tiles(**row["tiles"])
+            row, tiles = self._find(key, call.rows)
         if tiles is None:
             assert self.heuristic is not None
             tiles = self.heuristic(name, call.problem, call.device, kernel)
         return self.fit(name, tiles, call), Source("heuristic" if row is None else "tuned", key, row)
+
+    def _find(self, key: tuple, rows: Iterable[dict]) -> tuple[dict | None, Any]:
+        """The first row with this key, and its tiles."""
+        assert self.tiles is not None
+        for row in rows:
+            if row["op"] == self.op and self.row_key(row) == key:
+                try:
+                    return row, self.tiles(**row["tiles"])
+                except (TypeError, ValueError) as error:
+                    self._leave_out(row, error)
+        return None, None
 
     def choose(self, problem: ProblemT, device: Device, backend: str, plan: PlanT | None) -> tuple[Device, str]:
         """Device and backend of a call with these arguments; see `make_plan` for its errors."""

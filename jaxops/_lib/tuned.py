@@ -1,5 +1,6 @@
 """Tuned rows: measured plans, stored as JSON lines in one file a device. The user's rows come before the package's."""
 
+import contextlib
 import functools
 import json
 import os
@@ -21,13 +22,59 @@ def user_folder() -> pathlib.Path:
 
 
 def user_file(op: str, device: Device) -> pathlib.Path:
-    """Where rows measured on this machine for `op` are stored."""
+    """Where rows measured on this machine for `op` are stored.
+
+    Raises:
+      OSError: the user has no cache folder.
+    """
     return _file(user_folder(), op, device)
 
 
 def user_files(op: str = "*") -> list[pathlib.Path]:
-    """The files of rows measured on this machine, or copied to it, for one op or all."""
-    return sorted(user_folder().glob(f"{op}/*.jsonl"))
+    """The files of rows measured on this machine, or copied to it, for one op or all.
+
+    Raises:
+      OSError: the folder cannot be looked at.
+    """
+    with contextlib.suppress(FileNotFoundError), os.scandir(user_folder()):
+        return sorted(user_folder().glob(f"{op}/*.jsonl"))
+    return []
+
+
+def check_can_store(op: str, device: Device) -> None:
+    """
+    Raises:
+      OSError: rows of `op` cannot be written.
+      ValueError: those stored are damaged.
+    """
+    file = user_file(op, device)
+    rows_in(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(file.parent, os.W_OK):
+        raise PermissionError(f"{file.parent} cannot be written")
+
+
+def _seen(op: str, device: Device) -> pathlib.Path | None:
+    """The user's file, if there is anything. There may be no home folder, or another user's, as in a container."""
+    try:
+        file = user_file(op, device)
+    except OSError:
+        return None
+    return file if os.path.lexists(file) else None
+
+
+def own_rows(op: str, device: Device) -> list[dict]:
+    """The user's rows. An op runs without those that cannot be read, and a warning says so once."""
+    file = _seen(op, device)
+    try:
+        if file is None:
+            return []
+        if not file.is_file():
+            raise OSError(f"{file} is no file")
+        return rows_in(file)
+    except (OSError, ValueError) as error:
+        warn_once(f"jaxops goes on without your own tuned rows of {op}: {error}")
+        return []
 
 
 def _file(folder: pathlib.Path, op: str, device: Device) -> pathlib.Path:
@@ -38,12 +85,17 @@ def rows_in(file) -> list[dict]:
     """A file's rows; none if there is no such file.
 
     Raises:
-      ValueError: a line is not JSON.
+      ValueError: a line is no JSON object.
+      OSError: the file cannot be read.
     """
     try:
-        return [json.loads(line) for line in file.read_text().splitlines() if line.strip()] if file.is_file() else []
-    except json.JSONDecodeError as error:
+        text = file.read_text(encoding="utf-8-sig") if file.is_file() else ""
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        if wrong := [row for row in rows if not isinstance(row, dict)]:
+            raise ValueError(f"{wrong[0]!r} is no row")
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged ({error}): delete it; its rows must be measured again.") from error
+    return rows
 
 
 def use_rows(source: str | os.PathLike) -> Any:
@@ -75,7 +127,9 @@ def use_rows(source: str | os.PathLike) -> Any:
         )
     if source in ("shipped", "user"):
         return jit_keys.rows_source(source)
-    folder = pathlib.Path(source).expanduser().resolve()
+    folder = pathlib.Path(source)
+    with contextlib.suppress(OSError, RuntimeError):  # of expanduser, and of links that form a circle
+        folder = folder.expanduser().resolve()
     if not any(folder.glob("*/*.jsonl")):
         raise ValueError(
             f"source={str(source)!r}: no folder with rows, <op>/<device>.jsonl. "
@@ -92,7 +146,7 @@ def tuned_rows(op: str, device: Device, *parts: str) -> tuple[dict, ...]:
         # In this order: jax.process_count() starts JAX's backend, which a process that only traces does not need.
         several = jax.distributed.is_initialized() and jax.process_count() > 1
         source = "shipped" if several else "user"
-        if several and any(user_file(each, device).is_file() for each in (op, *parts)):
+        if several and any(_seen(each, device) for each in (op, *parts)):
             warn_once(
                 f"jaxops ignores your own tuned rows ({user_folder()}): this job has {jax.process_count()} processes, "
                 "which must all use the same rows. Write `with jaxops.tuning.use_rows(folder):` with a folder that "
@@ -106,10 +160,11 @@ def read_rows(ops: tuple[str, ...], device: Device, source: str | pathlib.Path) 
     """The rows of a source, which name their op: "shipped", "user", or a folder's before the shipped ones."""
     found = []
     for op in ops:
-        files = [resources.files("jaxops.ops") / op / "tuned" / f"{device.slug}.jsonl"]
-        if source != "shipped":
-            files.insert(0, _file(user_folder() if isinstance(source, str) else source, op, device))
-        found += [{"op": op} | row for file in files for row in rows_in(file)]
+        shipped = rows_in(resources.files("jaxops.ops") / op / "tuned" / f"{device.slug}.jsonl")
+        own = rows_in(_file(source, op, device)) if isinstance(source, pathlib.Path) else []
+        if source == "user":
+            own = own_rows(op, device)
+        found += [{"op": op} | row for row in (*own, *shipped)]
     return tuple(found)
 
 

@@ -86,7 +86,7 @@ class Fp8Product(nnx.Module):
         self.backend = backend
         self.plan = plan
 
-    def product(self, x: jax.Array, kernel: jax.Array, out_dtype) -> jax.Array:
+    def _product(self, x: jax.Array, kernel: jax.Array, out_dtype) -> jax.Array:
         """x [..., K] @ kernel [K, N]. With recipe "delayed" it records a step, unless use_running_average.
 
         A wider kernel is rounded to out_dtype first, as by `flax.nnx.Linear`. XLA does that in the pass that takes a
@@ -183,9 +183,20 @@ class Fp8Linear(Fp8Product, LinearParameters):
           [..., out_features] in dtype.
         """
         check_columns(x, self.in_features)
-        kernel, bias, dtype = self.parameters(x)
-        out = self.product(x, kernel, dtype)
-        return out if bias is None else out + bias.astype(dtype).reshape((1,) * (out.ndim - 1) + (-1,))
+        out, bias = self.multiply(x), self.bias
+        return out if bias is None else out + bias[...].astype(out.dtype).reshape((1,) * (out.ndim - 1) + (-1,))
+
+    def multiply(self, x: jax.Array) -> jax.Array:
+        """The product without the bias, also by a device's own part of the kernel.
+
+        Args:
+          x: [..., kernel.shape[0]], as in a call.
+
+        Returns:
+          [..., kernel.shape[1]] in dtype.
+        """
+        kernel, _, dtype = self._parameters(x)
+        return self._product(x, kernel, dtype)
 
 
 class Fp8DotGeneral(Fp8Product):
@@ -252,4 +263,4 @@ class Fp8DotGeneral(Fp8Product):
             raise ValueError(f"lhs's contracted axes have sizes {lhs_K}, those of rhs {rhs_K}: they must be equal.")
         dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
         K = math.prod(lhs_K)
-        return self.product(lhs.reshape(math.prod(M), K), rhs.reshape(K, math.prod(N)), dtype).reshape(M + N)
+        return self._product(lhs.reshape(math.prod(M), K), rhs.reshape(K, math.prod(N)), dtype).reshape(M + N)

@@ -111,7 +111,7 @@ class GroupedLinear(LinearParameters):
                 f"group_offsets has shape {tuple(group_offsets.shape)}; it must be [num_groups + 1] = ({G + 1},): "
                 "the cumulative sum of the group sizes, with a 0 before it."
             )
-        kernel, bias, dtype = self.parameters(x)
+        kernel, bias, dtype = self._parameters(x)
         how = {"out_dtype": dtype, "backend": self.backend, "plan": self.plan}
         if self.recipe is None:
             how |= {"bias": bias, "precision": self.precision, "compute_dtype": dtype}

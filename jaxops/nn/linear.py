@@ -35,7 +35,7 @@ class LinearParameters(nnx.Module):
         self.dtype = dtype
         self.param_dtype = param_dtype
 
-    def parameters(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None, Any]:
+    def _parameters(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None, Any]:
         """(kernel, bias, dtype of the result)."""
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         return kernel, bias, canonicalize_dtype(x, kernel, bias, dtype=self.dtype)

@@ -55,7 +55,7 @@ class _ParallelLinear(LinearParameters):
             )
         local[sharded] //= devices
         check_matrix(x, f"[rows, {local[0]}]", local[0])
-        kernel, bias, dtype = self.parameters(x)
+        kernel, bias, dtype = self._parameters(x)
         if kernel.shape != tuple(local):
             raise ValueError(
                 f"this device has a kernel of shape {kernel.shape}, and its part of {whole} over axis {axis_name!r} is "

@@ -20,39 +20,59 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 Arrays = list[jax.Array]
 
 
-def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, policy: Policy) -> tuple[Any, Any]:
+def scan(
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    policy: Policy,
+) -> tuple[Any, Any]:
     """`jax.lax.scan(jax.checkpoint(body, policy=policy), init, xs)`, with hidden copies to the host and back.
 
     Residuals are copied out behind the rest of their layer, and prefetched one layer ahead in the backward: the device
     holds those of two layers. On a CPU nothing moves; values are the same. Compile with `compiler_options`.
 
     The carry at the start of each layer is named "carry": `policy({"carry": "offload"})` alone recomputes each layer
-    from an input on the host. Without a choice it is kept, as by `jax.checkpoint`.
+    from an input on the host. Without a choice it is kept, as by `jax.checkpoint`. Random keys and complex carries are
+    always kept.
 
     Args:
-      body, init, xs: as of `jax.lax.scan`; xs has at least one array and one layer.
+      body, init, xs, length, reverse, unroll: as of `jax.lax.scan`.
       policy: of body's named values.
 
     Returns:
-      (carry, ys). Differentiable once, in reverse mode, also in arrays that body closes over.
+      (carry, ys). Differentiable in reverse mode, also in arrays that body closes over, but not by `jax.jvp`
+      alone, like jaxops' ops. Under `jax.vmap` a layer's residuals of the whole batch are copied together.
 
     Raises:
-      ValueError: xs without arrays, or with leading axes that differ or are 0. In differentiation: a name in the policy
-        that neither body's values nor any of jaxops' ops have.
-      TypeError: body returns a carry of other types; policy is no `Policy`.
+      ValueError: leading axes of xs that differ from each other or from length. In differentiation: a name in the
+        policy that neither body's values nor any of jaxops' ops have.
+      TypeError: body returns a carry of other types; policy is no `Policy`; `jax.jvp`.
+      NotImplementedError: a second derivative (`jax.hessian`) with values on the host; `policy.on_device()` has it.
     """
     if not isinstance(policy, Policy):
         raise TypeError(f"policy is {type_name(policy)}; pass a jaxops.offload.Policy.")
-    lengths = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(xs)}
-    if len(lengths) != 1 or not all(lengths):
-        got = sorted(map(str, lengths))
-        raise ValueError(f"xs has the leading axes {got}; all arrays need one leading axis, the layers, of at least 1.")
-    carry_leaves, carry_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, init))
     x_leaves, x_tree = jax.tree.flatten(xs)
+    axes = [x.shape[0] if x.ndim else None for x in x_leaves]
+    lengths = {*axes, *(() if length is None else (int(length),))}
+    if len(lengths) != 1 or None in lengths:
+        given = (
+            f"{'no arrays' if not axes else f'the leading axes {sorted(set(map(str, axes)))}'}, and length is {length}"
+        )
+        raise ValueError(f"xs has {given}: all arrays need one leading axis, the layers; without arrays write length=.")
+    if not (layers := lengths.pop()):
+        return jax.lax.scan(body, init, xs, 0)
+    carry_leaves, carry_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, init))
+    if not x_leaves:
+        x_leaves = [jnp.zeros(layers, jnp.int8)]  # which body does not see
 
     def named(carry: Arrays, x: Arrays) -> tuple[Any, Any]:
-        carry = [checkpoint_name(c, CARRY) for c in carry]
-        return body(jax.tree.unflatten(carry_tree, carry), jax.tree.unflatten(x_tree, x))
+        # jax.checkpoint cannot keep complex numbers by a name: it passes them to lax.reduce_precision.
+        carry = [c if jnp.issubdtype(c.dtype, jnp.complexfloating) else checkpoint_name(c, CARRY) for c in carry]
+        return body(jax.tree.unflatten(carry_tree, carry), jax.tree.unflatten(x_tree, x[: x_tree.num_leaves]))
 
     closed, (carry, ys) = jax.make_jaxpr(named, return_shape=True)(carry_leaves, [x[0] for x in x_leaves])
     if (got := jax.tree.structure(carry)) != carry_tree:
@@ -62,7 +82,8 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, pol
             raise TypeError(
                 f"body returns {after.str_short()} for a carry of {before.str_short()}: types must not change."
             )
-    layer = _Layer(_narrow_inputs(closed, len(carry_leaves)), len(carry_leaves), policy)
+    how = {"reverse": bool(reverse), "unroll": unroll}
+    layer = _Layer(_narrow_inputs(closed, len(carry_leaves)), len(carry_leaves), policy, how)
     carry, y_leaves = _run(layer, closed.consts, carry_leaves, x_leaves)
     return jax.tree.unflatten(carry_tree, carry), jax.tree.unflatten(jax.tree.structure(ys), y_leaves)
 
@@ -108,6 +129,7 @@ class _Layer:
     closed: core.ClosedJaxpr
     carries: int
     policy: Policy
+    how: dict[str, Any]  # reverse and unroll of `jax.lax.scan`
 
     def cast(self, x: Arrays) -> Arrays:
         wanted: list[Any] = self.closed.in_avals[self.carries :]
@@ -158,7 +180,9 @@ def _trace(layer: _Layer, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[cor
     own: dict[bool, dict[Any, Any]] = {True: {}, False: {}}  # by whether it is offloaded: its origin -> its variable
     for var, (source, name) in zip(outvars[results:], origins, strict=True):
         if source not in given and source not in own[True] | own[False]:
-            own[name is not None and layer.policy.choice(name) == "offload"][source] = var
+            on_host = name is not None and layer.policy.choice(name) == "offload"
+            on_host &= not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)  # XLA has no host memory for keys
+            own[on_host][source] = var
     saved = own[True] | own[False]
     sources = given | {source: ("own", i) for i, source in enumerate(saved)}
     debug_info = closed.jaxpr.debug_info._replace(result_paths=None)
@@ -170,7 +194,7 @@ def _trace(layer: _Layer, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[cor
 def _run(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
     @jax.custom_vjp
     def run(consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        return jax.lax.scan(lambda carry, x: layer(consts, carry, layer.cast(x)), init, xs)
+        return jax.lax.scan(lambda carry, x: layer(consts, carry, layer.cast(x)), init, xs, **layer.how)
 
     run.defvjp(lambda *args: _forward(layer, *args), functools.partial(_backward, layer))
     return run(consts, init, xs)
@@ -195,10 +219,7 @@ def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[t
         # Of another type than the counter: XLA would merge an int32 i + 1 with the loop's next counter, which is
         # written over i after all reads of i.
         row = i.astype(jnp.uint32) + 1
-        host = [
-            jax.lax.dynamic_update_index_in_dim(h, jax.device_put(r, HOST), row, 0, allow_negative_indices=False)
-            for h, r in zip(host, own, strict=True)
-        ]
+        host = [_write_row(h, r, row) for h, r in zip(host, own, strict=True)]
         return (i + 1, out[: len(carry)], own, host), (out[len(carry) : results], out[kept_from:])
 
     def fill(number: int, shape: tuple[int, ...], aval: Any) -> jax.Array:
@@ -206,10 +227,16 @@ def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[t
 
     avals = forward.out_avals[results:kept_from]
     # Each host buffer gets a different fill value, so that XLA does not merge the allocations and copy.
-    host = [jax.device_put(fill(number, (layers + 1, *aval.shape), aval), HOST) for number, aval in enumerate(avals)]
+    host = [_to_host(fill(number, (layers + 1, *aval.shape), aval)) for number, aval in enumerate(avals)]
     own = [fill(0, aval.shape, aval) for aval in avals]
-    (_, carry, last, host), (ys, kept) = jax.lax.scan(step, (jnp.int32(0), init, own, host), xs)
+    (_, carry, last, host), (ys, kept) = jax.lax.scan(step, (jnp.int32(0), init, own, host), xs, **layer.how)
     return (carry, ys), (residuals, consts, xs, last, host, kept)
+
+
+@functools.partial(jax.jit, inline=True)
+def _to_host(x: jax.Array) -> jax.Array:
+    """In a program of its own: jax.shard_map without jax.jit takes no jax.device_put."""
+    return jax.device_put(x, HOST)
 
 
 def _backward(
@@ -226,8 +253,7 @@ def _backward(
     def step(state: tuple[jax.Array, Arrays, Arrays, Arrays], per_layer: Any) -> tuple[Any, Arrays]:
         i, ct_carry, own, totals = state
         x, ct_y, kept = per_layer
-        rows = [jax.lax.dynamic_index_in_dim(h, i, 0, keepdims=False, allow_negative_indices=False) for h in host]
-        fetched = [jax.device_put(row, DEVICE) for row in rows]
+        fetched = [_read_row(h, i) for h in host]
         vjp = residuals.vjp(consts, layer.cast(x), [*own, *kept])
         ct_consts, ct_carry, ct_x = map(_differentiable, vjp((ct_carry, ct_y)))
         # Gradients are written to their stacks after the fetch. XLA estimates every copy as five products long and
@@ -237,8 +263,56 @@ def _backward(
         return (i - 1, ct_carry, fetched, [t + ct for t, ct in zip(totals, ct_consts, strict=True)]), ct_x
 
     state = (jnp.int32(xs[0].shape[0] - 1), ct_carry, last, totals)
-    (_, ct_carry, _, totals), ct_xs = jax.lax.scan(step, state, (xs, ct_ys, kept), reverse=True)
+    how = layer.how | {"reverse": not layer.how["reverse"]}
+    (_, ct_carry, _, totals), ct_xs = jax.lax.scan(step, state, (xs, ct_ys, kept), **how)
     return _spread(consts, totals), _spread(cotangents[0], ct_carry), _spread(xs, ct_xs)
+
+
+# Rows of an array on the host. JAX's vmap makes a gather of them, whose index would have to be on the host too: here it
+# is a row of another axis. JAX has tangents of host arrays on the device, and then two memories in one operation.
+@functools.cache
+def _rows(axis: int) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """(reads row i of a host array to the device, writes one)."""
+
+    @jax.custom_batching.custom_vmap
+    def read(h: jax.Array, i: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_index_in_dim(h, i, axis, keepdims=False, allow_negative_indices=False)
+        return jax.device_put(row, DEVICE)
+
+    @jax.custom_batching.custom_vmap
+    def write(h: jax.Array, r: jax.Array, i: jax.Array) -> jax.Array:
+        r = jax.device_put(r, HOST)
+        return jax.lax.dynamic_update_index_in_dim(h, r, i, axis, allow_negative_indices=False)
+
+    @read.def_vmap
+    def _(size: int, batched: list[bool], h: jax.Array, i: jax.Array) -> tuple[jax.Array, bool]:
+        return _rows(axis + 1)[0](h, i), True
+
+    @write.def_vmap
+    def _(size: int, batched: list[bool], h: jax.Array, r: jax.Array, i: jax.Array) -> tuple[jax.Array, bool]:
+        h, r = (
+            x if there else jnp.broadcast_to(x, (size, *x.shape)) for x, there in zip((h, r), batched, strict=False)
+        )
+        return _rows(axis + 1)[1](h, r, i), True
+
+    return read, write
+
+
+@jax.custom_jvp
+def _read_row(h: jax.Array, i: jax.Array) -> jax.Array:
+    return _rows(0)[0](h, i)
+
+
+@jax.custom_jvp
+def _write_row(h: jax.Array, r: jax.Array, i: jax.Array) -> jax.Array:
+    return _rows(0)[1](h, r, i)
+
+
+@_read_row.defjvp
+@_write_row.defjvp
+def _differentiate_twice(primals: Any, tangents: Any) -> Any:
+    keep = "keep these values instead: pass policy=policy.on_device()"
+    raise NotImplementedError(f"a second derivative of jaxops.offload.scan with values on the host: {keep}.")
 
 
 def _spread(primals: list[Any], cotangents: Arrays) -> list[Any]:

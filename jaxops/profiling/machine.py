@@ -134,20 +134,26 @@ def ceilings(device: Any = None, *, again: bool = False) -> Ceilings:
     """
     check_flag("again", again)
     device = measuring.checked_device(device)
-    file = ceilings_file(measuring.facts_of(device))
-    if not again and (found := _read(file, device.device_kind)) is not None:
+    try:
+        file = ceilings_file(measuring.facts_of(device))
+    except OSError as error:
+        file = None
+        warnings.warn(f"the ceilings are not kept: {error}", RuntimeWarning, stacklevel=2)
+    if not again and file is not None and (found := _read(file, device.device_kind)) is not None:
         return found
     if 0 < (free := measuring.free_bytes(device)) < _NEEDED_BYTES:
         raise MemoryError(
             f"{device.device_kind} has {free / 1e9:.1f} GB of free memory; measuring its ceilings needs "
             f"{_NEEDED_BYTES / 1e9:.0f} GB. Call jaxops.profiling.ceilings() in a process of its own: later ones read "
-            f"them from {file}."
+            f"them from {file or 'its file'}."
         )
     found = measure(device, GPU_SIZES if measuring.is_gpu(device) else CPU_SIZES)
     with jax.default_device(device):
         disturbed = disturbance()  # now, since a card at rest runs at its full clocks
     if disturbed:
         warnings.warn(f"{disturbed}: its ceilings may be too low and are not kept.", RuntimeWarning, stacklevel=2)
+        return found
+    if file is None:
         return found
     try:
         write_whole(file, json.dumps(found.to_dict(), indent=1) + "\n")
@@ -164,7 +170,7 @@ def ceilings_file(device: Device) -> pathlib.Path:
 def _read(file: pathlib.Path, kind: str) -> Ceilings | None:
     """The measurement in a file; None where it must be made, with a warning if there is something else."""
     try:
-        found = Ceilings.from_dict(json.loads(file.read_text()))
+        found = Ceilings.from_dict(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

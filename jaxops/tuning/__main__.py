@@ -21,7 +21,7 @@ from jaxops.tuning.ops import OPS, Tunable
 from jaxops.tuning.program import problems_of, run_recorded, tune_all, untuned
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_ERRORS = (tuning.TuningError, ProgramError, NotImplementedError, ValueError, FileExistsError)
+_ERRORS = (tuning.TuningError, ProgramError, NotImplementedError, ValueError, OSError)
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 
 Again = Annotated[bool, typer.Option(help="also passes that have rows of yours.")]
@@ -176,12 +176,20 @@ def list_rows(op: OneOp = "") -> None:
         for row in rows:
             fields = () if tunable is None else tunable.problem.__dataclass_fields__
             problem = ", ".join(f"{name}={row[name]}" for name in fields if name in row)
-            tiles = ", ".join(f"{name}={value}" for name, value in row["tiles"].items())
+            tiles = ", ".join(f"{name}={value}" for name, value in row.get("tiles", {}).items())
             speed = next((f"{row[unit]} {unit}" for unit in ("tflops", "gbps") if unit in row), "")
             gain = f"{row['gain_percent']} %" if "gain_percent" in row else ""
             made = f"{row.get('date', '')}, jax {row.get('jax', '')}"
             table.add_row(
-                file.parent.name, file.stem, row["pass"], problem, tiles, str(row.get("us", "")), speed, gain, made
+                file.parent.name,
+                file.stem,
+                row.get("pass", ""),
+                problem,
+                tiles,
+                str(row.get("us", "")),
+                speed,
+                gain,
+                made,
             )
     Console(soft_wrap=not sys.stdout.isatty()).print(table if table.row_count else f"No rows in {user_folder()}.")
 
@@ -197,11 +205,12 @@ def export(folder: pathlib.Path, op: OneOp = "") -> None:
 def clear(op: OneOp = "", yes: Annotated[bool, typer.Option("--yes", help="do not ask.")] = False) -> None:
     """Delete your rows."""
     pattern = _op(op)
-    for file in user_files(pattern):
-        print(file)
-    if user_files(pattern) and not yes:
-        typer.confirm("Delete these files?", abort=True)
-    _print_files("deleted", remove_rows(pattern))
+    with _one_line_errors():
+        for file in (files := user_files(pattern)):
+            print(file)
+        if files and not yes:
+            typer.confirm("Delete these files?", abort=True)
+        _print_files("deleted", remove_rows(pattern))
 
 
 def _print_files(done: str, files: Sequence[pathlib.Path]) -> None:

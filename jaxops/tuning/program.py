@@ -12,7 +12,7 @@ from typing import Any
 from jaxops import tuning
 from jaxops._lib.device import Device
 from jaxops._lib.python_program import ProgramError, run_program
-from jaxops._lib.tuned import rows_in, user_file
+from jaxops._lib.tuned import check_can_store, own_rows
 from jaxops.tuning.ops import OPS
 
 
@@ -62,7 +62,7 @@ def problems_of(words: Sequence[str], say: Callable[[str], Any] = print) -> list
 def untuned(problem: Any, device: Device) -> list[str]:
     """Passes for which the user has no row, of some kernel that runs the problem on the device."""
     name, op = tuning.op_of(problem)
-    stored = {op.planner.row_key(row) for row in rows_in(user_file(name, device))}
+    stored = {op.planner.row_key(row) for row in own_rows(name, device)}
     kernels = op.kernels(problem, device)
 
     def key(pass_name: str, kernel: str) -> tuple:
@@ -97,9 +97,16 @@ def tune_all(
       All rows.
 
     Raises:
-      TuningError: at the end, if some passes could not be tuned; what `check` raises.
+      TuningError: the rows could not be stored; at the end, if some passes could not be tuned; what `check` raises.
     """
     device, found, failed = tuning.gpu(), [], 0
+    problems = list(problems)
+    for name in () if dry_run else dict.fromkeys(tuning.op_of(problem)[0] for problem in problems):
+        try:
+            check_can_store(name, device)
+        except OSError as error:
+            hint = "set XDG_CACHE_HOME to the absolute path of a folder that you can write, or pass --dry-run"
+            raise tuning.TuningError(f"tuned rows of {name} cannot be stored ({error}): {hint}.") from error
     for problem in problems:
         name, op = tuning.op_of(problem)
         if op.is_empty(problem):

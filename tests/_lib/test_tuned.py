@@ -15,6 +15,7 @@ import pytest
 
 from jaxops._lib.device import Device, warn_once
 from jaxops._lib.tuned import read_rows, store_rows, user_folder
+from jaxops.ops import grouped_matmul
 from jaxops.tuning import tuned_rows, use_rows
 
 H200 = Device("NVIDIA H200", "gpu")
@@ -144,6 +145,125 @@ def test_bad_sources(source, error, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         use_rows(source)
+
+
+def no_home(monkeypatch):
+    """A user without an entry in /etc/passwd and without HOME."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+
+    def getpwuid(uid):
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr("pwd.getpwuid", getpwuid)
+
+
+def permission_denied(monkeypatch):
+    """As in another user's home, which root can look at."""
+    folder = str(user_folder())
+
+    def refused(looks):
+        def look(path, *args, **options):
+            if str(path).startswith(folder):
+                raise PermissionError(13, "Permission denied", str(path))
+            return looks(path, *args, **options)
+
+        return look
+
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(f"os.{name}", refused(getattr(os, name)))
+
+
+def relative(monkeypatch):
+    """As older versions of platformdirs say for XDG_CACHE_HOME=some/where."""
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: pathlib.Path("some/where", name))
+
+
+# What stands where the user's cache folder is, and what an op says of it: nothing where nothing can be seen.
+UNSEEN = {
+    "no home": no_home,
+    "permission": permission_denied,
+    "relative": relative,
+    "too long": lambda monkeypatch: monkeypatch.setenv("XDG_CACHE_HOME", "/" + 300 * "a"),
+    "a device": lambda monkeypatch: monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null"),
+}
+DAMAGED = {
+    "a folder": (lambda file: file.mkdir(), "is no file"),
+    "a circle of links": (lambda file: file.symlink_to(file), "is no file"),
+    "a dead link": (lambda file: file.symlink_to(file.with_name("nowhere")), "is no file"),
+    "a pipe": (lambda file: os.mkfifo(file), "is no file"),
+    "half a line": (lambda file: file.write_text('{"pass": "fwd"'), "is damaged"),
+    "no text": (lambda file: file.write_bytes(b"\xff\xfe{}"), "is damaged .*utf-8"),
+    "no object": (lambda file: file.write_text("[1]\n"), r"is damaged \(\[1\] is no row"),
+    "brackets": (lambda file: file.write_text(100_000 * "["), "is damaged .*recursion"),
+}
+
+
+@pytest.mark.parametrize("where", UNSEEN)
+def test_a_cache_folder_that_cannot_be_looked_at(where, monkeypatch):
+    wanted = shipped()
+    UNSEEN[where](monkeypatch)
+    assert tuned_rows(OP, H200) == wanted
+    with pytest.raises(OSError, match=r"no home folder: |ermission denied|no absolute path|too long|Not a directory"):
+        store_rows(OP, H200, [MINE], same=lambda row, old: False)
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_rows_that_cannot_be_read_are_said_once(what):
+    file = user_folder() / OP / "nvidia_h200.jsonl"
+    file.unlink()
+    make, message = DAMAGED[what]
+    make(file)
+    with pytest.warns(RuntimeWarning, match=f"goes on without your own tuned rows of {OP}: {file} {message}") as said:
+        assert tuned_rows(OP, H200) == tuned_rows(OP, H200) == shipped()
+    assert len(said) == 1
+
+
+def test_a_byte_order_mark():
+    (user_folder() / OP / "nvidia_h200.jsonl").write_text(json.dumps(MINE), encoding="utf-8-sig")
+    read_rows.cache_clear()
+    assert tuned_rows(OP, H200) == (MINE, *shipped())
+
+
+@pytest.mark.parametrize("change", [
+    {"tiles": None}, {"tiles": {"new": 1}}, {"tiles": {"bm": 17, "bn": 16, "bk": 16, "warps": 4, "stages": 1}},
+    {"K": "3"}, {"pass": None},
+])  # fmt: skip
+def test_a_row_of_another_version_stops_no_op(change):
+    problem = grouped_matmul.Problem(2, 5, 3, 4, "bfloat16")
+    rows = [{"op": OP, "pass": "fwd", **vars(problem), "tiles": {}} | change]
+    if change == {"pass": None}:
+        del rows[0]["pass"]
+    with pytest.warns(
+        RuntimeWarning, match="goes on without a tuned row of grouped_matmul that it cannot read"
+    ) as said:
+        got = grouped_matmul.make_plan(problem, H200, rows, backend="pallas")
+    assert len(said) == 1
+    assert got == grouped_matmul.make_plan(problem, H200, [], backend="pallas")
+
+
+OTHER_USER = """
+import os
+import importlib.readers  # and all else that is loaded later, from folders that the other user cannot look at
+import jax, jax.numpy as jnp
+import jaxops
+x, w, offsets = jnp.ones((5, 3)), jnp.ones((2, 3, 4)), jnp.array([0, 2, 5], jnp.int32)
+jax.block_until_ready((x, w, offsets))
+os.environ["HOME"] = "/root"
+os.environ.pop("XDG_CACHE_HOME", None)
+os.setgid(54321)
+os.setuid(54321)
+print(jaxops.grouped_matmul(x, w, offsets, backend="xla").sum())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_home():
+    """As `docker run -u 1000` with HOME=/root."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+    env |= {"JAX_COMPILATION_CACHE_DIR": ""}
+    command = [sys.executable, "-W", "error", "-c", OTHER_USER]
+    assert subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout == "60.0\n"
 
 
 PROCESS = """

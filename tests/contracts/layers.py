@@ -36,12 +36,16 @@ class Mixer(nnx.Module):
         return jnp.sin(y)
 
 
+def mlp(x: jax.Array) -> jax.Array:  # can be pickled, as jnp.tanh cannot
+    return jnp.tanh(x)
+
+
 def norm(kind: type, rngs: nnx.Rngs, **how) -> nnx.Module:
     return kind(IN, COND, epsilon=0.1, use_weight=True, rngs=rngs, **how)
 
 
 def block(rngs: nnx.Rngs, **how) -> nnx.Module:
-    return jaxops.nn.AdaLNZeroBlock(IN, COND, Mixer(), jnp.tanh, epsilon=0.1, rngs=rngs, **how)
+    return jaxops.nn.AdaLNZeroBlock(IN, COND, Mixer(), mlp, epsilon=0.1, rngs=rngs, **how)
 
 
 def moe(rngs: nnx.Rngs, **how) -> nnx.Module:

@@ -41,6 +41,24 @@ def test_budget(budget, offloaded):
     assert [found.choice(name) for name in ("router", "moe_mlp_2")] == ["keep", "recompute"]
 
 
+@pytest.mark.parametrize(
+    ("budget", "keep", "offload"),
+    [  # "d" has 40, "a" 50, "e" 10 bytes; kept ones are no part of the budget
+        (99, ("b.x", "b.y", "c"), ("d", "a")),
+        (60, ("b.x", "b.y", "c"), ("d", "e")),
+        (50, ("b.x", "b.y", "c"), ("d", "e")),
+        (49, ("b.x", "b.y", "c"), ("d",)),
+        (39, ("b.x", "b.y", "c"), ("e",)),
+        (9, ("b.x", "b.y", "c"), ()),
+    ],
+)
+def test_kept_and_offloaded_together_with_a_budget(budget, keep, offload):
+    """The choices by hand."""
+    sizes = {"a": 50, "b.x": 1000, "b.y": 7, "c": 60, "d": 40, "e": 10, "f": 1}
+    choices = {"d": "offload", "b": "keep", "a": "offload", "c": "keep", "e": "offload", "f": "recompute"}
+    assert policy(choices, budget_bytes=budget, sizes=sizes) == Policy(keep, offload)
+
+
 def test_a_longer_name_is_for_its_own_values():
     found = policy({"moe_mlp": "offload", "moe_mlp.gate": "keep"}, sizes=SIZES)
     assert (found.choice("moe_mlp.gate"), found.choice("moe_mlp.up")) == ("keep", "offload")

@@ -36,6 +36,16 @@ def test_choices(budget, choices, device, host):
     assert "as proposed: " in str(found)
 
 
+def test_kept_and_offloaded_together_with_a_budget():
+    """By hand, of 140 bytes of room and 96 us of copies that hide (0.8 of a third of 360 us): by time saved per byte, a
+    leaves 40 bytes, b's copy 36 us, c neither fits nor hides, d leaves no byte, and e's copy no time."""
+    of = {"a": (100, 200.0, 60.0), "b": (80, 100.0, 60.0), "c": (50, 50.0, 40.0), "d": (40, 20.0, 30.0)}
+    of |= {"e": (60, 10.0, 36.0), "f": (1, 0.0, 1.0)}
+    found = choose({name: Residual(*sizes, "recompute") for name, sizes in of.items()}, 360.0, 1000, 1140)
+    assert found.policy == Policy(keep=("a", "d"), offload=("b", "e"))
+    assert (found.device_bytes, found.host_bytes, found.step_us) == (1140, 140, 30.0)
+
+
 def test_a_copy_that_does_not_hide_is_no_choice():
     slow = {name: Residual(r.bytes, r.saves_us, 1e9, "recompute") for name, r in MEASURED.items()}
     assert choose(slow, 900.0, 1000, 1100).policy == Policy(keep=("norm",))

@@ -246,14 +246,125 @@ def test_devices(manual, kept):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+X = jnp.arange(1.0, D + 1) / D
+
+
+def plainly(body, init, xs=None, length=None, **how):
+    """What `scan` stands for."""
+    policy = jax.checkpoint_policies.save_only_these_names("mlp.hidden")
+    how.pop("policy")
+    return jax.lax.scan(jax.checkpoint(body, policy=policy), init, xs, length, **how)
+
+
+def small(carry, w):
+    hidden = checkpoint_name(jnp.tanh(carry @ w), "mlp.hidden")
+    return carry + jnp.sin(hidden), jnp.sum(hidden)
+
+
+def total(run, w, x, body=small, **how):
+    carry, y = run(body, x, w, **how)
+    return jnp.sum(carry**2) + jnp.sum(y)
+
+
+def with_key(state, w):
+    carry, key = state
+    key, own = jax.random.split(key)
+    return (small(carry, w)[0] * jax.random.bernoulli(own, 0.5, carry.shape), key), None
+
+
+def complex_body(carry, w):
+    hidden = checkpoint_name(jnp.real(carry) @ w, "mlp.hidden")
+    return carry * jnp.exp(1j * hidden), jnp.sum(jnp.abs(carry.imag))
+
+
+def of_length(run, w, x, **how):
+    step = lambda carry, nothing: (jnp.sin(checkpoint_name(carry @ w[0], "mlp.hidden")), nothing)
+    return jnp.sum(run(step, x, None, 3, **how)[0])
+
+
+def numbers(state, w):
+    carry, n, none, is_first = state
+    assert none is None
+    return (jnp.where(is_first, small(carry, w)[0], carry), n + 1, None, is_first), n
+
+
+def over_devices(run, w, x, **how):
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
+    mean = jax.shard_map(
+        lambda w, x: jax.lax.pmean(total(run, w, x[0], **how), "data"),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+    )
+    return mean(w, jnp.stack([x, 2 * x]))
+
+
+def with_numbers(run, w, x, **how):
+    (carry, n, _, _), seen = run(numbers, (x, 0, None, True), w, **how)
+    return jnp.sum(carry) + n + jnp.sum(seen)
+
+
+# A transformation of f(w, x) beside what jax.checkpoint and lax.scan make of it.
+TRANSFORMED = {
+    "vmap of grad": lambda f, w, x: jax.vmap(jax.grad(f, (0, 1)), (None, 0))(w, jnp.stack([x, 2 * x])),
+    "grad of vmap": lambda f, w, x: jax.grad(lambda w: jnp.sum(jax.vmap(f, (0, None))(jnp.stack([w, 2 * w]), x)))(w),
+    "vmap of vmap": lambda f, w, x: jax.vmap(jax.vmap(jax.grad(f), (None, 0)), (0, None))(
+        jnp.stack([w, -w]), jnp.stack([x, 2 * x])
+    ),
+    "remat": lambda f, w, x: jax.grad(jax.checkpoint(f))(w, x),
+    "vjp": lambda f, w, x: jax.jit(lambda pull: pull(jnp.float32(2)))(jax.jit(lambda w: jax.vjp(f, w, x)[1])(w)),
+    "donated": lambda f, w, x: jax.jit(jax.grad(f, (0, 1)), donate_argnums=1)(w, x + 0),
+}
+CASES = {
+    **{name: (total, how, {}) for name, how in TRANSFORMED.items()},
+    "reverse": (total, jax.grad, {"reverse": True}),
+    "unroll": (total, jax.grad, {"unroll": 2}),
+    "length": (of_length, jax.grad, {}),
+    "no layer": (lambda run, w, x, **how: total(run, w[:0], x, **how), jax.grad, {}),
+    "keys": (lambda run, w, x, **how: jnp.sum(run(with_key, (x, jax.random.key(0)), w, **how)[0][0]), jax.grad, {}),
+    "complex": (lambda run, w, x, **how: jnp.sum(run(complex_body, x + 0j, w, **how)[1]), jax.grad, {}),
+    "numbers": (with_numbers, jax.grad, {}),
+    "in scan": (lambda run, w, x, **how: total(functools.partial(nesting, run), w, x, **how), jax.grad, {}),
+    "shard_map": (over_devices, jax.grad, {}),
+    "closed-over tracer": (
+        lambda run, w, x, **how: total(run, w, x, lambda c, w: small(c * x, w), **how),
+        lambda f: lambda w, x: jax.vmap(jax.grad(f, 1), (None, 0))(w, jnp.stack([x, 2 * x])), {},
+    ),
+}  # fmt: skip
+
+
+def nesting(run, body, init, w, **how):
+    return run(lambda carry, w: run(body, carry, jnp.stack([w, -w]), **how), init, w, **how)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_a_scan_of_checkpoint_under_other_transformations(name):
+    of, how, more = CASES[name]
+    w = inputs()[0]["in"][:, :, :D]
+    found = []
+    for run, policy in ((scan, Policy(offload=("mlp.hidden", "carry"))), (plainly, None)):
+        f = functools.partial(of, run, policy=policy, **more)
+        found.append(how(f, w, X) if name in TRANSFORMED else how(f)(w, X))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *found)
+
+
+def test_second_derivatives():
+    w = inputs()[0]["in"][:, :, :D]
+    of = lambda run, **how: jax.hessian(lambda x: total(run, w, x, **how))(X)
+    policy = Policy(offload=("mlp.hidden", "carry"))
+    np.testing.assert_allclose(of(scan, policy=policy.on_device()), of(plainly, policy=None), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match=r"second derivative.*pass policy=policy.on_device\(\)"):
+        of(scan, policy=policy)
+
+
 def test_bad_input():
     weights, x, _ = inputs()
     policy = Policy()
     with pytest.raises(ValueError, match="one leading axis"):
         scan(lambda c, w: (c, None), x, {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}, policy=policy)
-    with pytest.raises(ValueError, match="one leading axis"):
-        scan(lambda c, w: (c, None), x, jnp.ones((0, 3)), policy=policy)
-    with pytest.raises(ValueError, match="one leading axis"):
+    with pytest.raises(ValueError, match=r"leading axes \['2'\], and length is 3"):
+        scan(lambda c, w: (c, None), x, jnp.ones((2, 3)), 3, policy=policy)
+    with pytest.raises(ValueError, match=r"no arrays, and length is None.*write length="):
         scan(lambda c, w: (c, None), x, None, policy=policy)
     with pytest.raises(TypeError, match="bfloat16"):
         scan(lambda c, w: (c.astype(jnp.bfloat16), None), x, weights, policy=policy)

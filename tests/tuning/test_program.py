@@ -141,6 +141,17 @@ def test_a_session_goes_on_where_it_was_stopped(measured):
     assert program.tune_all([LARGE, SMALL]) == []
 
 
+def test_a_session_that_cannot_store_measures_nothing(measured, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    code, text = run("adaln", "--shape", "4,8,1", "--force")
+    assert (code, text.count("\n")) == (1, 1)
+    assert re.match(r"Error: tuned rows of adaln cannot be stored \(.*/dev/null.*: set XDG_CACHE_HOME to the", text)
+    assert not measured
+    assert run("adaln", "--shape", "4,8,1", "--force", "--dry-run")[0] == 0
+    for command in ("list", "clear", "export"):
+        assert run(command, *(["out"] if command == "export" else []))[1].count("\n") == 1
+
+
 def test_a_session_measures_again_and_stores_nothing_if_dry(measured):
     program.tune_all([SMALL], dry_run=True)
     assert not user_file("adaln", CARD).exists()

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._lib.pytrees import register
 from jaxops._lib.ragged import clip_bounds
 
 
-@jax.tree_util.register_dataclass
+@register
 @typing.no_type_check  # JAX unflattens pytrees with placeholders and None, which a runtime type checker would refuse
 @dataclasses.dataclass(frozen=True)
 class Routing:

@@ -167,3 +167,37 @@ def test_wrong_arguments():
         call(recipe="rowwise", plan=moe_mlp.Plan("xla", gather=True))
     with pytest.raises(TypeError, match=r"plan is a jaxops\.ops\.grouped_matmul\.Plan"):
         call(recipe="rowwise", plan=moe_mlp.Plan("xla", down=jaxops.ops.grouped_matmul.Plan("xla")))
+
+
+HUGE = 1e6  # in a scale, it would round every other number here to zero
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tokens_without_a_row_reach_no_scale(recipe):
+    """By hand: all matrices are 1, so a token gives relu(x) * x, and its numbers are powers of two of the largest. The
+    third token is dropped: expert 0 has its two."""
+    x, dout = jnp.array([[7], [3.5], [HUGE], [1.75], [0.875]]), jnp.array([[1], [1], [HUGE], [1], [1.0]])
+    logits = jnp.array([[1, 0], [1, 0], [1, 0], [0, 1], [0, 1.0]])
+    routing, one = jaxops.route(logits, 1, capacity=2), jnp.ones((2, 1, 1))
+    call = functools.partial(jaxops.moe_mlp, routing=routing, activation="relu", recipe=recipe, backend="xla")
+    y, pull = jax.vjp(call, x, one, one, one)
+    sums = [49 + 12.25, 3.0625 + 0.765625]
+    want = [[49, 12.25, 0, 3.0625, 0.765625], [14, 7, 0, 3.5, 1.75], sums, sums, sums]
+    for found, expected in zip((y, *pull(dout)), want, strict=True):
+        np.testing.assert_allclose(found.ravel(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_rows_outside_the_groups_reach_no_scale(backend):
+    """By hand, as above: the scale is 7 / 448, the weights are 1."""
+    x, offsets = jnp.array([[HUGE], [7], [3.5], [1.75], [HUGE]]), jnp.array([1, 2, 4], jnp.int32)
+    quantized = jaxops.quantize(x, scaling="tensorwise", group_offsets=offsets, backend=backend)
+    assert float(quantized.scales) == 1 / 64
+    assert quantized.values[1:4, 0].astype(jnp.float32).tolist() == [448, 224, 112]
+    call = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=offsets, recipe="tensorwise", backend=backend)
+    y, pull = jax.vjp(call, x, jnp.ones((2, 1, 1)))
+    np.testing.assert_allclose(y.ravel(), [0, 7, 3.5, 1.75, 0], rtol=1e-6)
+    if backend == "xla":
+        dx, dw = pull(jnp.array([[HUGE], [1], [1], [1], [HUGE]]))
+        np.testing.assert_allclose(dx.ravel(), [0, 1, 1, 1, 0], rtol=1e-6)
+        np.testing.assert_allclose(dw.ravel(), [7, 5.25], rtol=1e-6)

@@ -4,7 +4,6 @@ A line of a .jsonl file is a text, or a conversation of which the assistant's wo
 """
 
 import itertools
-import json
 import os
 import sysconfig
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ import numpy as np
 
 from models.chat import ChatTemplate, Conversation, Marked, conversation, encode
 from models.packing import Batch, Documents
+from models.text_files import CONVERT, JsonLine, is_json_lines, json_lines, read_bytes, read_utf8, text_files
 from models.tokenizer import Tokenizer
 
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 HELDOUT_EVERY = 10
 
 
@@ -55,29 +54,6 @@ def standard_library(root: Path | None = None) -> list[bytes]:
     return [file.read_bytes() for file in files]
 
 
-def text_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The named files; of folders, recursively, those with TEXT_SUFFIXES in sorted order, without hidden ones.
-
-    Raises:
-      FileNotFoundError: a path that does not exist, or a folder without such a file.
-    """
-    files: list[Path] = []
-    for path in map(Path, paths):
-        if not path.is_dir():
-            if not path.exists():
-                raise FileNotFoundError(f"{path} does not exist.")
-            files.append(path)
-            continue
-        inside = [file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file()]
-        inside = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-        if not inside:
-            raise FileNotFoundError(
-                f"{path} holds no file of {', '.join(TEXT_SUFFIXES)}; a file of another kind must be named itself."
-            )
-        files += sorted(inside, key=lambda file: file.relative_to(path).as_posix())
-    return files
-
-
 def files_read(paths: Sequence[str | Path]) -> dict[str, Path]:
     """The files that `read_texts` reads, or `standard_library` without paths, by name."""
     if paths:
@@ -93,49 +69,23 @@ def read_texts(paths: Sequence[str | Path], *, raw: bool = False) -> list[bytes 
       raw: read files as bytes. Otherwise they must be UTF-8 without zero bytes, because a zero ends a document.
 
     Raises:
-      FileNotFoundError: as of `text_files`.
+      OSError: as of `text_files` and `read_bytes`.
       ValueError: a file that is no text, or a line of a .jsonl file without one, or with unusable messages.
     """
     texts: list[bytes | Conversation] = []
     for file in text_files(paths):
-        if file.suffix == ".jsonl":
-            texts += _json_lines(file)
-            continue
-        content = file.read_bytes()
-        if not raw and (wrong := _not_text(content)):
-            raise ValueError(f"{file} is no text: {wrong}. Convert it to UTF-8, leave it out, or pass --raw-bytes.")
-        texts.append(content)
+        if is_json_lines(file):
+            texts += map(_document, json_lines(file, 'a "text" that is a string, or with "messages"'))
+        else:
+            remedy = f"{CONVERT[:-1]}, leave it out, or pass --raw-bytes."
+            texts.append(read_bytes(file) if raw else read_utf8(file, remedy))
     return texts
 
 
-def _not_text(content: bytes) -> str | None:
-    """The error of a file that is no text."""
-    if 0 in content:
-        return f"byte {content.index(0):,} is zero"
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        return f"byte {error.start:,}, {content[error.start]:#04x}, is not UTF-8"
-    return None
-
-
-def _json_lines(file: Path) -> list[bytes | Conversation]:
-    texts: list[bytes | Conversation] = []
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        source = f"{file}, line {number}"
-        try:
-            given = json.loads(line)
-            text = None if "messages" in given else given["text"].encode()
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f'{source}: {line[:80]!r} is no JSON object with a "text" that is a string, or with "messages".'
-            ) from error
-        if text is not None and 0 in text:
-            raise ValueError(f"{source}: the text has a zero byte, which ends a document.")
-        texts.append(conversation(given, source) if text is None else text)
-    return texts
+def _document(line: JsonLine) -> bytes | Conversation:
+    if "messages" in line.given:
+        return conversation(line.checked("messages", "tools"), line.source)
+    return line.text("text").encode()
 
 
 class Tokenized(NamedTuple):

@@ -1,6 +1,7 @@
 """Text from a checkpoint: `python -m models.generate FOLDER "once upon a time" "another prompt"`."""
 
 import dataclasses
+import io
 import json
 import pathlib
 import sys
@@ -21,6 +22,7 @@ from models.precision import DTYPES
 from models.sampling import Sampling
 from models.slots import Batching, Completion, cache_length, check_prompts, completions
 from models.streaming import TextStream
+from models.text_files import check_text, is_json_lines, json_lines, lines_of
 from models.tokenizer import Tokenizer, end_tokens, tokenizer_of
 
 
@@ -129,7 +131,8 @@ class Writer:
         if self.options.prompts is not None:
             ended = "stop" if stream.stopped else completion.ended
             line = {"prompt": prompt.given, "text": stream.text, "tokens": len(completion.tokens), "ended": ended}
-            typer.echo(json.dumps(line, ensure_ascii=False))
+            # JSON can do without the characters that the standard output cannot show.
+            typer.echo(json.dumps(line, ensure_ascii="utf" not in (sys.stdout.encoding or "utf").lower()))
 
 
 def sampling_of(options: GenerateOptions) -> Sampling:
@@ -160,7 +163,7 @@ def read_prompts(options: GenerateOptions, tokenizer: Tokenizer, template: ChatT
     Raises:
       ValueError: a line without one; messages without --chat.
     """
-    given: list[Any] = list(options.prompt or [])
+    given: list[Any] = [check_text(text, f"prompt {number}") for number, text in enumerate(options.prompt or [])]
     if options.prompts is not None:
         given += prompts_of(options.prompts)
     return [prompt_of(one, tokenizer, template) for one in given]
@@ -170,22 +173,20 @@ def prompts_of(file: pathlib.Path) -> list[Any]:
     """The text of each line, or of a .jsonl file also its messages.
 
     Raises:
-      ValueError: a line of a .jsonl file that is no object with "prompt" or "messages"; bad messages.
+      OSError: as of `models.text_files.read_bytes`.
+      ValueError: no text; a line of a .jsonl file that is no object with "prompt" or "messages"; bad messages; no line.
     """
-    lines = [(f"{file}, line {number}", line) for number, line in enumerate(file.read_text().splitlines(), 1)]
-    lines = [(source, line) for source, line in lines if line.strip()]
-    if file.suffix != ".jsonl":
-        return [line for _, line in lines]
-    found = []
-    for source, line in lines:
-        try:
-            given = json.loads(line)
-            text = given["prompt"] if "messages" not in given else None
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f'{source}: {line[:80]!r} is no JSON object with "prompt" or "messages".') from error
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f'{source}: the "prompt" is {text!r}; it must be text.')
-        found.append(conversation(given, source).messages if text is None else text)
+    found: list[Any] = []
+    if is_json_lines(file):
+        for line in json_lines(file, 'a "prompt" that is a string, or with "messages"'):
+            chat = "messages" in line.given
+            found.append(
+                conversation(line.checked("messages", "tools"), line.source).messages if chat else line.text("prompt")
+            )
+    else:
+        found += [check_text(line, f"{source}: the prompt") for source, line in lines_of(file)]
+    if not found:
+        raise ValueError(f"{file} has no line with a prompt: write one, or leave it out.")
     return found
 
 
@@ -216,14 +217,20 @@ def converse(writer: Writer, template: ChatTemplate) -> None:
 
 
 def _next_line() -> str | None:
+    if sys.stdin is None:  # it was closed
+        return None
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        return check_text(input("> " if sys.stdin.isatty() else ""), "the line")
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the line is no text in the terminal's encoding: {error}.") from error
 
 
 def run(options: GenerateOptions) -> None:
     """Continues each prompt."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # of characters that the terminal cannot show
     if options.dtype not in DTYPES:
         raise typer.BadParameter(f"{options.dtype!r} is not one of {', '.join(DTYPES)}.", param_hint="--dtype")
     with errors_of_options():
@@ -231,6 +238,7 @@ def run(options: GenerateOptions) -> None:
         tokenizer = tokenizer_of(options.folder, config.vocab)
         template = template_of(options.folder) if options.chat else None
         sampling_of(options)
+        TextStream(tokenizer, [], [check_text(stop, "--stop") for stop in options.stop or ()])
         prompts = read_prompts(options, tokenizer, template)
         if not prompts and template is None:
             raise ValueError("there is no prompt: write one, or pass --prompts FILE, or --chat for a conversation.")

@@ -1,7 +1,6 @@
 """Images with captions: scikit-learn's digits in words, or an own folder or .jsonl file."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +10,7 @@ import numpy as np
 from models.digits_in_words import captions_of
 from models.image_files import find_images, read_images, skipped
 from models.images import HELDOUT_EVERY
+from models.text_files import check_text, is_json_lines, json_lines, read_utf8
 
 
 class Pairs(NamedTuple):
@@ -96,7 +96,7 @@ def files_read(name: str) -> dict[str, Path]:
 def _find(name: str) -> Iterator[tuple[Path, str]]:
     """Files of images with their captions."""
     path = Path(name)
-    if path.is_file() and path.suffix == ".jsonl":
+    if path.is_file() and is_json_lines(path):
         return _lines(path)
     if name and path.is_dir():  # Path("") is the current folder
         return _beside(path)
@@ -115,12 +115,7 @@ def _beside(folder: Path) -> Iterator[tuple[Path, str]]:
     if alone := sorted(set(texts) - set(named)):
         raise ValueError(f"{texts[alone[0]]} is the caption of no image{_more(alone)}.")
     for name, image in named.items():
-        text = texts[name]
-        try:
-            caption = text.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{text} is no text: byte {error.start:,} is not UTF-8.") from error
-        yield image, _checked(caption, str(text))
+        yield image, _checked(read_utf8(texts[name], zeros=True).decode(), str(texts[name]))
 
 
 def _by_name(files: Iterable[Path], why: str) -> dict[Path, Path]:
@@ -138,30 +133,17 @@ def _is_caption(file: Path) -> bool:
 
 def _lines(file: Path) -> Iterator[tuple[Path, str]]:
     """Of each line "image", a path from the file's folder, and "text"."""
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{file}, line {number}"
-        try:
-            found = json.loads(line)
-            image, text = found["image"], found["text"]
-            if not (isinstance(image, str) and isinstance(text, str)):
-                raise TypeError
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(
-                f'{where}: {line[:80]!r} is no JSON object with an "image" and a "text" that are strings.'
-            ) from error
+    for line in json_lines(file, 'an "image" and a "text" that are strings'):
+        image, text = line.text("image"), line.text("text")
         if not (path := file.parent / image).is_file():
-            raise ValueError(f"{where}: there is no image {path}.")
-        yield path, _checked(text, where)
+            raise ValueError(f"{line.source}: there is no image {path}.")
+        yield path, _checked(text, line.source)
 
 
 def _checked(caption: str, where: str) -> str:
     if not (caption := caption.strip()):
         raise ValueError(f"{where}: the caption is empty.")
-    if "\0" in caption:
-        raise ValueError(f"{where}: the caption has a zero byte, which ends a document.")
-    return caption
+    return check_text(caption, f"{where}: the caption")
 
 
 def _more(files: Sequence[Path]) -> str:

@@ -4,6 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+LEAST = 1e-6  # logits over a lower temperature may be infinite in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +27,11 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 or more.")
+        if self.temperature != 0 and not LEAST <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0, or {LEAST} or more.")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be 1 or more, or 0 for all tokens.")
-        if not 0 < self.top_p <= 1:
+        if not (np.float32(self.top_p) > 0 and self.top_p <= 1):
             raise ValueError(f"top_p is {self.top_p}; it must be above 0, and at most 1 for all tokens.")
 
 

@@ -4,19 +4,22 @@ from collections.abc import Sequence
 
 from models.tokenizer import Tokenizer
 
-CONTEXT = 8  # tokens before the new ones that are decoded with them: a character has 4 at most
 INCOMPLETE = "\ufffd"  # what a part of a character is decoded to
 
 
 class TextStream:
-    """The text of a row's tokens. No character is given in parts, and nothing of a stop word.
+    """The text of a row's tokens: what decoding them after the prompt adds to the prompt's text.
+
+    No character is given in parts, and nothing of a stop word. A token's text depends on whether tokens are before it,
+    and on the character that it completes. So it is decoded after the last tokens that had text and ended with a whole
+    character.
 
     Attributes:
       text: what `add` and `finish` have returned.
       stopped: whether a stop word was found. The text ends before it.
 
     Args:
-      prompt: the tokens before: some tokenizers write a word's first token differently at the start of a text.
+      prompt: the tokens before.
       stops: the stop words; one may begin and end within tokens.
 
     Raises:
@@ -27,17 +30,22 @@ class TextStream:
         if not all(stops):
             raise ValueError("a stop word is empty: leave it out.")
         self._tokenizer, self._stops = tokenizer, tuple(stops)
-        self._context, self._pending, self._held = list(prompt[-CONTEXT:]), list[int](), ""
-        self.text, self.stopped = "", False
+        self._begin(prompt)
+        self._held, self.text, self.stopped = "", "", False
 
     def add(self, token: int) -> str:
         """The text that is certain now."""
         if self.stopped:
             return ""
         self._pending.append(token)
+        if len(self._pending) < self._next:
+            return ""
         new = self._decoded()
         if not new or new.endswith(INCOMPLETE):
+            # In an endless run of such tokens not each one is followed by decoding them all.
+            self._next = len(self._pending) + 1 + len(self._pending) // 8
             return ""
+        self._begin(self._pending)
         return self._give(new)
 
     def finish(self) -> str:
@@ -47,16 +55,18 @@ class TextStream:
         self.text += held
         return rest + held
 
+    def _begin(self, context: Sequence[int]) -> None:
+        self._context, self._pending, self._next = list(context), list[int](), 1
+        self._known = len(self._tokenizer.decode(self._context))
+
     def _decoded(self) -> str:
         """Of the pending tokens."""
-        before = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._pending)[len(before) :]
+        return self._tokenizer.decode(self._context + self._pending)[self._known :]
 
     def _give(self, new: str) -> str:
-        self._context, self._pending = (self._context + self._pending)[-CONTEXT:], []
         text = self._held + new
-        if found := [text.index(stop) for stop in self._stops if stop in text]:
-            self.stopped, certain, self._held = True, text[: min(found)], ""
+        if found := [(text.index(stop) + len(stop), text.index(stop)) for stop in self._stops if stop in text]:
+            self.stopped, certain, self._held = True, text[: min(found)[1]], ""
         else:
             kept = max((_overlap(text, stop) for stop in self._stops), default=0)
             certain, self._held = text[: len(text) - kept], text[len(text) - kept :]

@@ -1,6 +1,8 @@
 """Text to tokens and back: bytes, or a tokenizer.json."""
 
+import itertools
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,6 +13,8 @@ from models.hf_config import end_token, read_json
 TOGETHER = 1_000  # texts that are encoded at once: what the library keeps of each token is much more than its number
 # Names of the token that ends a text.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the name of a token that is a byte, in tokenizers made by SentencePiece
+MOST = 2**31  # tokens are int32
 
 
 class Tokenizer(Protocol):
@@ -63,18 +67,37 @@ class Bytes:
 class HuggingFace:
     """The tokenizer of a tokenizer.json; texts end with `end`, by default the first of `ENDS` in its vocabulary.
 
+    As in transformers, the truncation and the padding that were saved do not count, and the tokens that the
+    post-processor adds to a text, such as its first one, do. A BPE's dropout does not count: it would make other
+    tokens in each run.
+
+    Attributes:
+      source: the file's text, to be saved beside a model.
+
     Raises:
-      ValueError: a file that cannot be read, or is no tokenizer.json.
+      ValueError: a file that cannot be read, is no tokenizer.json, or has no tokens.
     """
 
     def __init__(self, file: pathlib.Path, end: int | None = None):
         import tokenizers  # only where there is one
 
         try:
-            self.tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            self.source = file.read_bytes().decode()
+            self.tokenizer = tokenizers.Tokenizer.from_str(self.source.removeprefix("\ufeff"))
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{file} is no tokenizer.json: {error}") from error
-        self.vocab = 1 + max(self.tokenizer.get_vocab().values())
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        if isinstance(self.tokenizer.model, tokenizers.models.BPE):
+            self.tokenizer.model.dropout = None
+        tokens = self.tokenizer.get_vocab().values()
+        if not tokens or max(tokens) >= MOST:
+            raise ValueError(
+                f"{file} has {len(tokens):,} tokens up to {max(tokens, default=0):,}; it needs one to {MOST:,}."
+            )
+        self.vocab = 1 + max(tokens)
+        decoder = self.tokenizer.decoder
+        self._joins_bytes = decoder is not None and decoder.decode(["<0x61>"]) == "a"
         known = (self.tokenizer.token_to_id(name) for name in ENDS)
         self.end: int | None = next((token for token in known if token is not None), None) if end is None else end
         added = self.tokenizer.get_added_tokens_decoder()
@@ -91,7 +114,15 @@ class HuggingFace:
         return encoded.ids, np.stack([np.minimum(covers[:, 0], before), covers[:, 1]], axis=1)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens))
+        """Without special tokens. A byte that is no part of a character is U+FFFD.
+
+        The library gives U+FFFD for a whole run of byte tokens with such a byte. Here its characters are kept, as
+        SentencePiece keeps them, so what is decoded does not change with what follows.
+        """
+        if not self._joins_bytes:
+            return self.tokenizer.decode(list(tokens))
+        names = [self.tokenizer.id_to_token(token) for token in tokens if token not in self.special]
+        return self.tokenizer.decoder.decode(_characters([name for name in names if name is not None]))
 
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """
@@ -105,6 +136,19 @@ class HuggingFace:
                 for encoded in self.tokenizer.encode_batch_fast([_decode(text) for text in some])
             ]
         return found
+
+
+def _characters(names: Sequence[str]) -> list[str]:
+    """The names of tokens, those of bytes that are no part of a character replaced by U+FFFD."""
+    found = list[str]()
+    for is_byte, run in itertools.groupby(names, lambda name: BYTE.fullmatch(name) is not None):
+        if not is_byte:
+            found += run
+            continue
+        for character in bytes(int(name[3:5], 16) for name in run).decode(errors="surrogateescape"):
+            is_part = "\udc80" <= character <= "\udcff"
+            found += ["\ufffd"] if is_part else [f"<0x{byte:02X}>" for byte in character.encode()]
+    return found
 
 
 def _decode(text: bytes) -> str:
@@ -143,7 +187,7 @@ def end_tokens(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     for file in (folder / "generation_config.json", folder / "config.json"):
         given = read_json(file).get("eos_token_id") if file.exists() else None
         found = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in found):
+        if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < MOST for token in found):
             raise ValueError(f"{file}: eos_token_id is {given!r}; it must be a token's number, or a list of them.")
         if found:
             return tuple(found)

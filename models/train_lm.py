@@ -305,7 +305,7 @@ def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tok
         files = [] if start is None else [start / name for name in CHAT_FILES]
         beside = {file.name: file.read_text() for file in files if file.exists()}
         if isinstance(tokenizer, HuggingFace):
-            beside["tokenizer.json"] = tokenizer.tokenizer.to_str(pretty=True)
+            beside["tokenizer.json"] = tokenizer.source
         hf.save(folder, architecture, model, like=preset.init_from, end=tokenizer.end, beside=beside)
     return architecture
 

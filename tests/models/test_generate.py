@@ -5,6 +5,7 @@ import itertools
 import json
 import pathlib
 import shutil
+import sys
 
 import jax
 import pytest
@@ -123,6 +124,48 @@ def test_a_conversation(model, folder, monkeypatch, capsys):
     assert capsys.readouterr().out == f"{first}\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (io.TextIOWrapper(io.BytesIO(b"hello\ncaf\xe9\n"), "utf-8"), "the line is no text in the terminal's encoding"),
+        (io.StringIO("hello\ncaf\udce9\n"), r"the line has '\\udce9' as character 3, which is none"),
+    ],
+)
+def test_a_line_that_is_no_text(model, folder, monkeypatch, capsys, given, says):
+    monkeypatch.setattr("sys.stdin", given)
+    with pytest.raises(typer.BadParameter, match=says):
+        main(folder=folder, chat=True, length=6)
+    (first,) = words_of(model, ["<user>hello\n<assistant>"], 6)
+    assert capsys.readouterr().out in (f"{first}\n", "")
+
+
+def test_a_conversation_without_a_standard_input(folder, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    main(folder=folder, chat=True, length=6)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("latin-1", "[b]\xe9? {x} \\u0020%s"), ("ascii", "[b]?? {x} \\u0020%s")]
+)
+def test_an_output_that_cannot_show_everything(model, folder, tmp_path, monkeypatch, encoding, shown):
+    """On a terminal what it has not is replaced; JSON lines lose nothing. Nothing in a prompt is markup or a format."""
+    prompt = "[b]\xe9\u20ac {x} \\u0020%s"
+    (tmp_path / "p.txt").write_bytes(prompt.encode())
+    for options in ({"prompt": [prompt]}, {"prompts": tmp_path / "p.txt"}):
+        written = io.BytesIO()
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding))
+        main(folder=folder, length=5, **options)
+        sys.stdout.flush()
+        (text,) = words_of(model, [prompt], 5)
+        if "prompt" in options:
+            shows = text.encode(encoding, "replace").decode(encoding)
+            assert written.getvalue().decode(encoding) == f"{shown}{shows}\n"
+        else:
+            line = json.loads(written.getvalue().decode("ascii"))
+            assert (line["prompt"], line["text"]) == (prompt, text)
+
+
 @pytest.fixture
 def with_words(folder, tmp_path):
     """The checkpoint with a tokenizer of words."""
@@ -165,6 +208,7 @@ def test_what_cannot_be_read(tmp_path, with_words):
 
 def test_what_is_said_before_anything_is_loaded(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(generate.hf, "load", lambda *_, **__: pytest.fail("it is loaded"))
+    (empty := tmp_path / "empty.txt").write_text("\n")
     for options, says in (
         ({"dtype": "foo"}, "'foo' is not one of float32, bfloat16, float16"),
         ({"prompt": ["a", "a" * 20_000]}, r"20,000 tokens and --length is 64: more than the limit of 8,192.*"
@@ -172,6 +216,13 @@ def test_what_is_said_before_anything_is_loaded(folder, tmp_path, monkeypatch):
         ({"prompt": [""]}, "prompt 0 has no tokens"),
         ({"prompt": None}, "there is no prompt"),
         ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"prompt": ["a", "caf\udce9"]}, r"prompt 1 has '\\udce9' as character 3, which is none"),
+        ({"prompt": ["a\0"]}, "prompt 0 has a zero byte"),
+        ({"stop": ["a", "\udce9"]}, r"--stop has '\\udce9' as character 0"),
+        ({"stop": ["a", ""]}, "a stop word is empty: leave it out"),
+        ({"prompts": empty, "prompt": None, "chat": True}, "empty.txt has no line with a prompt"),
+        ({"prompts": tmp_path}, "is no regular file"),
+        ({"prompts": tmp_path / "none.jsonl"}, "none.jsonl cannot be read: No such file"),
     ):  # fmt: skip
         with pytest.raises(typer.BadParameter, match=says):
             main(**{"folder": folder, "prompt": ["a"]} | options)

@@ -71,6 +71,22 @@ def test_a_folder(folder):
     assert read_pairs(str(folder), 4, 3).train.pixels[0].shape == (4, 8, 3), "at most three patches"
 
 
+def test_captions_of_any_machine(folder):
+    """Suffixes in capitals, byte order marks and line ends of Windows."""
+    for number, file in enumerate(sorted(folder.rglob("*.txt"))):
+        content = b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n")
+        file.with_suffix(".TXT" if number % 2 else ".txt").write_bytes(content)
+        if number % 2:
+            file.unlink()
+    assert_pairs(read_pairs(str(folder), 4, 64))
+    assert len(files_read(str(folder))) == 40
+    assert all(file.exists() for file in files_read(str(folder)).values())
+    file = next(folder.rglob("*.TXT"))
+    file.with_suffix(".txt").write_text("another")
+    with pytest.raises(ValueError, match=r"\.txt and \d+\.TXT are captions of one image: remove one"):
+        read_pairs(str(folder), 4, 64)
+
+
 def test_a_jsonl_file(folder):
     file = folder / "pairs.jsonl"
     images = sorted(folder.rglob("*.png"))

@@ -97,6 +97,18 @@ def test_rows_end_at_any_time_and_the_next_prompt_takes_their_place(model, alone
     assert list(seen.values()) == [completion.tokens for completion in got]
 
 
+def test_zero_is_a_token_that_may_end_a_row(model, alone):
+    """The same model with other numbers for its tokens, 0 for the one that ends the first row after four."""
+    end = alone[0][4]
+    graphdef, state = nnx.split(model)
+    renamed = nnx.merge(
+        graphdef, jax.tree.map(lambda x: jnp.roll(x, -end, x.shape.index(61)) if 61 in x.shape else x, state)
+    )
+    names = lambda tokens: [(token - end) % 61 for token in tokens]
+    found = generate(renamed, [names(PROMPTS[0])], LENGTH, ends=(0,))
+    assert found == [Completion(names(alone[0][: alone[0].index(end)]), "end")]
+
+
 def test_draws_depend_on_key_prompt_and_number_alone(model):
     draw = lambda seed, prompts, batching: generate(
         model, prompts, LENGTH, sampling=Sampling(1.0, 20, 0.9), key=jax.random.key(seed), batching=batching

@@ -1,13 +1,21 @@
 """Text while it is drawn: whole characters, nothing of a stop word, spaces as in the whole text."""
 
+import pathlib
+
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
+from tokenizers.models import BPE, Unigram, WordPiece
 
 from models.streaming import TextStream
 from models.tokenizer import Bytes, HuggingFace
 
+CHAT = pathlib.Path(__file__).parents[1] / "data" / "chat" / "tokenizer.json"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+PIECES = ["<unk>", "▁", "▁▁", "o", "▁k", "\ufffd", "你", "▁你", ".", "n't", " ", *BYTES]
+WORDS = ["[UNK]", "do", "##n", "n", "'", "t", "##.", ".", "!", "n't", "'s", "é", "不"]
 some_text = st.text(st.sampled_from("ab é€😀\n"), max_size=20)
 
 
@@ -52,6 +60,114 @@ def test_bytes_that_are_no_character():
 def test_a_stop_word_that_is_empty():
     with pytest.raises(ValueError, match="a stop word is empty"):
         TextStream(Bytes(), [], ["a", ""])
+
+
+def replaced(*more: decoders.Decoder) -> decoders.Decoder:
+    """Llama 2's and Gemma's decoder begin like this."""
+    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *more])
+
+
+def pieces(decoder: decoders.Decoder | None) -> tuple:
+    vocab = {piece: number for number, piece in enumerate(PIECES)}
+    return BPE(vocab, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True), decoder
+
+
+ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+KINDS = {
+    "Llama 2": pieces(replaced(decoders.Strip(" ", 1, 0))),
+    "Gemma": pieces(replaced()),
+    "Metaspace": pieces(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+    "without bytes": pieces(decoders.Metaspace()),
+    "no decoder": pieces(None),
+    "Unigram": (
+        Unigram([(piece, -1.0) for piece in PIECES], 0, byte_fallback=True),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")]),
+    ),
+    "WordPiece": (WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"), decoders.WordPiece()),
+    "suffixes": (BPE({piece: i for i, piece in enumerate(["a", "b</w>", "é</w>", "</w>"])}, []), decoders.BPEDecoder()),
+    "CTC": (BPE({piece: i for i, piece in enumerate(["<pad>", "a", "b", "|", "é"])}, []), decoders.CTC()),
+    "ByteLevel": (
+        BPE({piece: i for i, piece in enumerate([*ALPHABET, "Ġthe", "ä½ł", "ä½", "łå"])}, []),
+        decoders.ByteLevel(),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    found: dict = {"bytes": Bytes(), "chat": HuggingFace(CHAT)}
+    for name, (model, decoder) in KINDS.items():
+        made = tokenizers.Tokenizer(model)
+        if decoder is not None:
+            made.decoder = decoder
+        made.add_special_tokens(["<s>"])
+        made.add_tokens(["<added>"])
+        file = tmp_path_factory.mktemp("kind") / "tokenizer.json"
+        made.save(str(file))
+        found[name] = HuggingFace(file)
+    return found
+
+
+parts = st.one_of(st.integers(0, 2**16), st.sampled_from(["你好世界", "é€😀", "the k", "\ufffd", "don't.", "o"]))
+
+
+@pytest.mark.parametrize("name", ["bytes", "chat", *KINDS])
+@settings(max_examples=40)
+@given(before=st.lists(parts, max_size=4), after=st.lists(parts, min_size=1, max_size=12), cut=st.integers(0, 3))
+def test_what_is_streamed_is_what_decoding_at_once_gives(kinds, name, before, after, cut):
+    """Of characters that are whole, in parts or broken, special tokens among them, also at the prompt's end."""
+    tokenizer = kinds[name]
+    tokens_of = lambda part: [part % tokenizer.vocab] if isinstance(part, int) else tokenizer.encode(part)
+    prompt, drawn = ([token for part in some for token in tokens_of(part)] for some in (before, after))
+    prompt, drawn = prompt[: len(prompt) - cut], drawn[cut:]
+    stream = TextStream(tokenizer, prompt)
+    shown = "".join(stream.add(token) for token in drawn) + stream.finish()
+    assert shown == stream.text == tokenizer.decode(prompt + drawn)[len(tokenizer.decode(prompt)) :]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@given(
+    texts=st.lists(st.sampled_from(["你好世界", "é€😀", "the k", "a\ufffd", "don't.", "<s>", "<added>"]), max_size=5)
+)
+def test_whole_characters_are_decoded_as_the_library_does(kinds, name, texts):
+    tokens = [token for text in texts for token in kinds[name].encode(text)]
+    assert kinds[name].decode(tokens) == kinds[name].tokenizer.decode(tokens)
+
+
+def test_bytes_that_are_no_character_leave_those_around_them(kinds):
+    """The library gives U+FFFD for the whole run."""
+    at = PIECES.index("<0x00>")
+    broken = [at + byte for byte in b"\xe4\xbd\xa0\xff\xe5\xa5a\xe4\xbd"]
+    assert kinds["Gemma"].decode(broken) == "你\ufffd\ufffd\ufffda\ufffd\ufffd"
+    assert kinds["Gemma"].tokenizer.decode(broken) == "\ufffd" * 9
+    stream = TextStream(kinds["Gemma"], kinds["Gemma"].encode("o"))
+    assert [stream.add(token) for token in broken] == ["", "", "你", "", "", "", "\ufffd\ufffd\ufffda", "", ""]
+    assert stream.finish() == "\ufffd\ufffd"
+
+
+def test_the_stop_word_that_ends_first(kinds):
+    """As letter by letter, if a token completes several."""
+    stream = TextStream(kinds["Gemma"], [], ["n't", "'"])
+    assert (stream.add(PIECES.index("n't")), stream.stopped, stream.finish()) == ("n", True, "")
+
+
+def test_a_prompt_that_ends_with_special_tokens(kinds):
+    tokenizer, special = kinds["Metaspace"], len(PIECES)
+    assert special in tokenizer.special
+    stream = TextStream(tokenizer, [PIECES.index("▁k")] + [special] * 20)
+    assert stream.add(PIECES.index("▁k")) == " k"
+
+
+@pytest.mark.parametrize("name", ["bytes", "Gemma", "ByteLevel"])
+def test_tokens_without_text_are_not_decoded_again_and_again(kinds, name, monkeypatch):
+    counted, tokenizer = [], kinds[name]
+    decode = tokenizer.decode
+    token = 255 if name == "bytes" else tokenizer.encode("<s>")[0]
+    stream = TextStream(tokenizer, [])
+    monkeypatch.setattr(tokenizer, "decode", lambda tokens: counted.append(len(tokens)) or decode(tokens))
+    assert {stream.add(token) for _ in range(2000)} == {""}
+    assert stream.finish() == ("\ufffd" * 2000 if name == "bytes" else "")
+    assert sum(counted) < 20 * 2000
 
 
 @pytest.fixture(scope="module")

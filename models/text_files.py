@@ -1,0 +1,234 @@
+"""Text that users have: which files are below a folder, what is in them, and the lines of .jsonl files.
+
+Training data, captions and prompts are all read here. Files are UTF-8 on every machine; a byte order mark is dropped.
+"""
+
+import codecs
+import contextlib
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+NO_TEXT = (".json", ".ndjson")  # to learn their punctuation as text is hardly what their owner wants
+CONVERT = "Convert it to UTF-8."
+
+
+def is_json_lines(file: Path) -> bool:
+    return file.suffix.lower() == ".jsonl"
+
+
+def text_files(paths: Sequence[str | Path]) -> list[Path]:
+    """The named files; of folders, recursively, those with TEXT_SUFFIXES in sorted order, without hidden ones.
+
+    Links are followed. A folder that is found again, such as one that has a link to itself, is read once.
+
+    Raises:
+      FileNotFoundError: a path that does not exist, or a folder without such a file.
+      OSError: a folder that cannot be read.
+      ValueError: an empty path.
+    """
+    if "" in paths:  # of an unset variable of the shell; as a path it is the current folder
+        raise ValueError("a path of the text is empty: name a file or a folder, '.' for the current one.")
+    files: list[Path] = []
+    for path in map(Path, paths):
+        with _reading(path):
+            if not path.is_dir():
+                if not os.path.lexists(path):
+                    raise FileNotFoundError(f"{path} does not exist.")
+                files.append(path)
+                continue
+            inside = [file for file in _below(path) if file.suffix.lower() in TEXT_SUFFIXES]
+        if not inside:
+            raise FileNotFoundError(
+                f"{path} holds no file of {', '.join(TEXT_SUFFIXES)}; a file of another kind must be named itself."
+            )
+        files += sorted(inside, key=lambda file: file.relative_to(path).as_posix())
+    return files
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        raise type(error)(
+            f"{error.filename or path} cannot be read: {error.strerror}. Allow it, name another one, or leave it out."
+        ) from error
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """What is no folder, and not hidden."""
+    seen = set[tuple[int, int]]()
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for inside, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        found = Path(inside).stat()
+        is_new = (found.st_dev, found.st_ino) not in seen
+        seen.add((found.st_dev, found.st_ino))
+        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        yield from (Path(inside, name) for name in names if is_new and not name.startswith("."))
+
+
+def read_bytes(file: Path) -> bytes:
+    """
+    Raises:
+      FileNotFoundError: there is no such file, or it is a link to none.
+      OSError: it cannot be read.
+      ValueError: it is no regular file: a pipe could be read once only.
+    """
+    with _reading(file):
+        if file.is_symlink() and not file.exists():
+            raise FileNotFoundError(
+                f"{file} is a link to {file.readlink()}, which does not exist: repair it, or remove it."
+            )
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{file} is no regular file: name one, or write its content to one.")
+        return file.read_bytes()
+
+
+def read_utf8(file: Path, remedy: str = CONVERT, *, zeros: bool = False) -> bytes:
+    """The content of a text file, without a byte order mark.
+
+    Args:
+      remedy: what to do with a file that is no text, for its error.
+      zeros: whether zero bytes may be in it.
+
+    Raises:
+      OSError: as of `read_bytes`.
+      ValueError: no UTF-8, zero bytes, or one of NO_TEXT.
+    """
+    content = read_bytes(file)
+    if file.suffix.lower() in NO_TEXT:
+        raise ValueError(
+            f"{file} is neither text nor lines by its name: write a JSON object a line into a .jsonl file, or name it "
+            ".txt to take its characters as they are."
+        )
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{file} is no text: byte 0 is not UTF-8 but the mark of UTF-16 or UTF-32. {remedy}")
+    if not zeros and 0 in content:
+        raise _no_text(file, content, content.index(0), " is zero", remedy)
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        wrong = f", {content[error.start]:#04x}, is not UTF-8"
+        raise _no_text(file, content, error.start, wrong, remedy) from error
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def _no_text(file: Path, content: bytes, at: int, wrong: str, remedy: str) -> ValueError:
+    line = 1 + content.count(b"\n", 0, at)
+    return ValueError(f"{file} is no text: line {line:,}, byte {at:,}{wrong}. {remedy}")
+
+
+def check_text(text: str, what: str) -> str:
+    """The text itself.
+
+    Raises:
+      ValueError: it has a zero byte, or a character that no encoder takes; `what` names it.
+    """
+    if "\0" in text:
+        raise ValueError(f"{what} has a zero byte, which ends a document: remove it.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} has {text[error.start]!r} as character {error.start:,}, which is none: half of a surrogate pair, "
+            "or a byte that is not UTF-8. Write the whole character."
+        ) from error
+    return text
+
+
+def lines_of(file: Path) -> Iterator[tuple[str, str]]:
+    r"""(its name in errors, the line) of each line that is not blank.
+
+    Lines end with \n or \r\n. JSON strings may have the other characters that `str.splitlines` splits at.
+
+    Raises:
+      OSError, ValueError: as of `read_utf8`.
+    """
+    for number, line in enumerate(io.BytesIO(read_utf8(file, zeros=True)), 1):
+        text = line.decode().removesuffix("\n").removesuffix("\r")
+        if text.strip():
+            yield f"{file}, line {number}", text
+
+
+class JsonLine(NamedTuple):
+    """A line of a .jsonl file.
+
+    Attributes:
+      given: its object.
+      source: its name in errors.
+      wrong: the error if what is wanted is not in it.
+    """
+
+    given: dict[str, Any]
+    source: str
+    wrong: str
+
+    def text(self, key: str) -> str:
+        """
+        Raises:
+          ValueError: no text there, or as of `check_text`.
+        """
+        if not isinstance(found := self.given.get(key), str):
+            raise ValueError(self.wrong)
+        return check_text(found, f"{self.source}: the {key}")
+
+    def checked(self, *keys: str) -> dict[str, Any]:
+        """
+        Returns:
+          given.
+
+        Raises:
+          ValueError: as of `check_text`, for a text at any depth.
+        """
+        waiting = [self.given.get(key) for key in keys]
+        while waiting:
+            one = waiting.pop()
+            if isinstance(one, str):
+                check_text(one, f"{self.source}: a text in {' or '.join(keys)}")
+            elif isinstance(one, dict):
+                waiting += [*one, *one.values()]
+            elif isinstance(one, list):
+                waiting += one
+        return self.given
+
+
+def json_lines(file: Path, wanted: str) -> Iterator[JsonLine]:
+    """The lines of a .jsonl file that are not blank.
+
+    Args:
+      wanted: what each must have, for errors.
+
+    Raises:
+      OSError, ValueError: as of `read_utf8`.
+      ValueError: a line that is no JSON object, or has a key twice.
+    """
+    for source, line in lines_of(file):
+        wrong = f"{source}: {line[:80].encode()[:80]!r} is no JSON object with {wanted}"
+        try:
+            given = json.loads(line, object_pairs_hook=_object)
+        except (ValueError, RecursionError) as error:
+            is_syntax = isinstance(error, json.JSONDecodeError)
+            reason = f"{error.msg} at character {error.pos:,}" if is_syntax else error
+            raise ValueError(f"{wrong}: {reason}.") from error
+        if not isinstance(given, dict):
+            raise ValueError(f"{wrong}.")
+        yield JsonLine(given, source, f"{wrong}.")
+
+
+def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands twice")
+        found[key] = value
+    return found

@@ -53,6 +53,10 @@ class GenerateOptions:
     dtype: Annotated[str, typer.Option(help=f"Of the computation: {', '.join(DTYPES)}.")] = "float32"
     limit: Annotated[int, typer.Option(min=1, help="The most tokens of a prompt and what is added to it.")] = 8192
     slots: Annotated[int, typer.Option(min=1, help="Prompts that are continued together.")] = Batching.slots
+    ignore_config: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Unknown key of config.json to go on without; repeatable."),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +238,8 @@ def run(options: GenerateOptions) -> None:
     if options.dtype not in DTYPES:
         raise typer.BadParameter(f"{options.dtype!r} is not one of {', '.join(DTYPES)}.", param_hint="--dtype")
     with errors_of_options():
-        _, config = read_config(options.folder)
+        ignored = options.ignore_config or ()
+        _, config = read_config(options.folder, ignore_config=ignored)
         tokenizer = tokenizer_of(options.folder, config.vocab)
         template = template_of(options.folder) if options.chat else None
         sampling_of(options)
@@ -244,7 +249,7 @@ def run(options: GenerateOptions) -> None:
             raise ValueError("there is no prompt: write one, or pass --prompts FILE, or --chat for a conversation.")
         check_length([prompt.tokens for prompt in prompts], options, config)
         check_prompts([prompt.tokens for prompt in prompts], config.vocab)
-        _, model = hf.load(options.folder, dtype=options.dtype, param_dtype=options.dtype)
+        _, model = hf.load(options.folder, ignore_config=ignored, dtype=options.dtype, param_dtype=options.dtype)
         model = for_inference(model, consume=True)
         writer = Writer(model, tokenizer, end_tokens(options.folder, tokenizer), options)
     if prompts:

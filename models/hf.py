@@ -8,7 +8,7 @@ import json
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -60,7 +60,12 @@ def uses_of(entries: Iterable[Entry], shapes: dict[Path, Any]) -> dict[str, list
 
 
 def load(
-    folder: str | pathlib.Path, *, mesh: Mesh | None = None, param_dtype: str = "float32", **options: Any
+    folder: str | pathlib.Path,
+    *,
+    mesh: Mesh | None = None,
+    param_dtype: str = "float32",
+    ignore_config: Collection[str] = (),
+    **options: Any,
 ) -> tuple[str, Decoder]:
     """(architecture, model) of a checkpoint, read tensor by tensor into parameters on their devices.
 
@@ -73,6 +78,7 @@ def load(
       mesh: devices that the parameters are split over, as `models.mesh.shardings` says; None for one device.
       param_dtype: of the matrices that `models.inference.for_inference` casts, which are never made in float32 then:
         for inference give the dtype of the computation. Norms, biases, sinks and routers are float32.
+      ignore_config: unknown keys of config.json to go on without; see `models.hf_config.read_config`.
       options: settings that a checkpoint does not have, such as dtype, attention or backend of `DecoderConfig`. With
         stored_fp8=True the matrices of an FP8 checkpoint stay in FP8, for inference.
 
@@ -84,7 +90,7 @@ def load(
     """
     folder = pathlib.Path(folder)
     verify(folder)
-    architecture, config = read_config(folder, **options)
+    architecture, config = read_config(folder, ignore_config=ignore_config, **options)
     if param_dtype not in DTYPES:
         raise ValueError(f"param_dtype is {param_dtype!r}; write one of {', '.join(DTYPES)}.")
     if config.recipe is not None and param_dtype != "float32":
@@ -143,7 +149,7 @@ def load(
             wrong.append(f"{name} in {stored[name].tensors[0].file.name} has a NaN or an infinity")
     params: Params = {path: placed.pop(path).whole() if path in paths else shapes[path] for path in shapes}
     if tied_head and not _equal(stored[HEAD.name], params[EMBEDDING.path]):
-        wrong.append(f"{HEAD.name} is not {EMBEDDING.name}, and config.json ties them")
+        wrong.append(f"{HEAD.name} is not {EMBEDDING.name}, and config.json ties them (tie_word_embeddings)")
     _raise(folder, wrong)
     nnx.replace_by_pure_dict(abstract, traverse_util.unflatten_dict(params))
     return architecture, nnx.merge(graphdef, abstract)
@@ -251,7 +257,8 @@ def _copy_beside(new: pathlib.Path, like: pathlib.Path, architecture: str, confi
     Raises:
       ValueError: a checkpoint of another architecture or with other settings.
     """
-    named, settings = read_config(like, **{name: getattr(config, name) for name in OF_A_RUN})
+    # What its keys mean, who loaded the model decided.
+    named, settings = read_config(like, ignore_config=None, **{name: getattr(config, name) for name in OF_A_RUN})
     if named != architecture or settings != config:
         raise ValueError(f"{like} is a {named} of other settings than this {architecture}: save it without like.")
     for file in sorted(like.iterdir()):

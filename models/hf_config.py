@@ -3,14 +3,18 @@
 import dataclasses
 import json
 import pathlib
+import typing
+from collections.abc import Collection
 from typing import Any
 
 import pydantic
 
 from models import hf_keys
 from models.decoder import DecoderConfig, RopeScaling
-from models.hf_keys import MEANINGLESS, NEUTRAL, Keys
+from models.hf_keys import Keys
 from models.hf_quantized import check_quantization
+from models.hf_rope import Rope
+from models.hf_unread import MEANINGLESS, MEANINGLESS_OF_ROPE, READ_FOR_ALL, says_nothing
 
 NAME = "config.json"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers reads any of them
@@ -62,14 +66,21 @@ def fitting(config: DecoderConfig) -> str | None:
     return next((name for name in MODELS if not _differing(name, config, keys_of(name, config))), None)
 
 
+def _number(text: str) -> int | float:
+    """A JSON number with a point or an exponent: 1024.0 is 1024."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """
+    """Numbers that are whole are int, however they are written.
+
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: it is no JSON object.
     """
     try:
-        found = json.loads(file.read_bytes())
+        found = json.loads(file.read_bytes(), parse_float=_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}.") from error
     if not isinstance(found, dict):
@@ -93,37 +104,75 @@ def _architecture(given: dict[str, Any]) -> str:
     return named[0]
 
 
-def _settings(architecture: str, given: dict[str, Any]) -> dict[str, Any]:
+def _flat(given: dict[str, Any]) -> dict[str, Any]:
+    """With the keys of the rotary positions that `Rope` does not have beside the others, as rope_scaling.KEY."""
+    found = dict(given)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(given.get(name), dict):
+            inner = {key: value for key, value in given[name].items() if value is not None}
+            found[name] = {key: inner.pop(key) for key in list(inner) if key in (*Rope.model_fields, "type")} or None
+            found |= {f"{name}.{key}": value for key, value in inner.items() if key not in MEANINGLESS_OF_ROPE}
+    return found
+
+
+def _check_unread(architecture: str, given: dict[str, Any], unread: list[str], ignored: Collection[str] | None) -> None:
+    """
+    Raises:
+      ValueError: unread keys that are not ignored, or an ignored key that is not there or counts.
+    """
+    fields = MODELS[architecture].keys.model_fields
+    counts = {*fields, *READ_FOR_ALL, *(EXPERTS if "num_experts" in fields else ())}
+    if wrong := [key for key in ignored or () if key not in given or key in counts]:
+        raise ValueError(
+            f"ignore_config has {', '.join(wrong)}: no key of this file, or one that a {architecture} is computed by. "
+            "Leave it out"
+        )
+    may = [key for key in unread if key not in counts]
+    if refused := [key for key in unread if key not in (may if ignored is None else ignored)]:
+        hint = "".join(f" --ignore-config {key}" for key in may if key in refused)
+        raise ValueError(
+            f"{', '.join(f'{key} = {json.dumps(given[key])}' for key in refused)}: the decoder does not have this "
+            f"checkpoint's {', '.join(refused)}: no {architecture} known here has it"
+            + (f". If it changes nothing that is computed, pass{hint} (in Python ignore_config=[...])" if hint else "")
+        )
+
+
+def _settings(architecture: str, given: dict[str, Any], ignored: Collection[str] | None = ()) -> dict[str, Any]:
     """What `given`, the keys of a config.json, say of a `DecoderConfig`.
+
+    Args:
+      ignored: as `ignore_config` of `read_config`.
 
     Raises:
       ValueError: unknown or contradicting keys, values that are invalid, or features that the decoder does not have.
     """
     kind = MODELS[architecture].keys
-    found = {key: given[key] for key in EXPERTS if key in given}
+    null_counts = [key for key, of in kind.model_fields.items() if type(None) in typing.get_args(of.annotation)]
+    given = _flat(given)
+    read = {key: value for key, value in given.items() if value is not None or key in null_counts}
+    found = {key: read.pop(key) for key in EXPERTS if key in read and "num_experts" in kind.model_fields}
     if len({json.dumps(value) for value in found.values()}) > 1:
         raise ValueError(f"{' and '.join(f'{key} is {value}' for key, value in found.items())}; they mean the same")
-    read = {key: value for key, value in given.items() if key not in MEANINGLESS and key not in EXPERTS}
-    if found:
-        read["num_experts"] = next(iter(found.values()))
-    unknown = [key for key in read if key not in kind.model_fields]
-    harmless = [key for key in unknown if read[key] is None or read[key] is NEUTRAL.get(key)]
-    if refused := [f"{key} = {json.dumps(read[key])}" for key in unknown if key not in harmless]:
-        raise ValueError(
-            f"{', '.join(refused)}: the decoder does not have this checkpoint's "
-            f"{', '.join(key for key in unknown if key not in harmless)}: no {architecture} known here has it"
-        )
-    keys = kind.model_validate({key: value for key, value in read.items() if key not in unknown})
+    known = {key: read.pop(key) for key in list(read) if key in kind.model_fields}
+    keys = kind.model_validate(known | ({"num_experts": next(iter(found.values()))} if found else {}))
+    harmless = {key for key in read if key in MEANINGLESS or says_nothing(key, given)}
+    if read.get("layer_types") == keys.layer_kinds():
+        harmless.add("layer_types")
+    _check_unread(architecture, given, [key for key in read if key not in harmless], ignored)
     if missing := [name for name, lacks in keys.foreign().items() if lacks]:
         raise ValueError(f"the decoder does not have this checkpoint's {', '.join(missing)}")
     check_quantization(architecture, keys.quantization_config)
     return keys.sizes()
 
 
-def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, DecoderConfig]:
+def read_config(
+    folder: str | pathlib.Path, *, ignore_config: Collection[str] | None = (), **options: Any
+) -> tuple[str, DecoderConfig]:
     """(architecture, configuration) of a checkpoint's config.json; missing keys have transformers' defaults.
 
     Args:
+      ignore_config: keys of config.json to go on without, such as "a_key" or "rope_scaling.a_key". Not those that a
+        model is computed by. None for all that are unknown.
       options: settings that a checkpoint does not have, such as dtype or backend.
 
     Raises:
@@ -135,7 +184,7 @@ def read_config(folder: str | pathlib.Path, **options: Any) -> tuple[str, Decode
     given = read_json(file)
     try:
         architecture = _architecture(given)
-        return architecture, DecoderConfig(**_settings(architecture, given), **options)
+        return architecture, DecoderConfig(**_settings(architecture, given, ignore_config), **options)
     except pydantic.ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r}: {wrong['msg']}" for wrong in error.errors()
@@ -251,13 +300,16 @@ def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig,
 
 
 def end_token(folder: pathlib.Path) -> int | None:
-    """The first token that a checkpoint's config.json gives as the end of a text.
+    """The first token that ends a text, as config.json says, else generation_config.json.
 
     Raises:
       ValueError: no JSON object, or no token.
     """
-    end = read_json(folder / NAME).get("eos_token_id")
-    end = end[0] if isinstance(end, list) and end else end
-    if end is not None and (not isinstance(end, int) or isinstance(end, bool) or end < 0):
-        raise ValueError(f"{folder / NAME}: eos_token_id is {end!r}; it must be a token's number.")
-    return end
+    for file in (folder / NAME, folder / "generation_config.json"):
+        given = read_json(file).get("eos_token_id") if file.name == NAME or file.exists() else None
+        for token in given if isinstance(given, list) else [given]:
+            if token is not None and (not isinstance(token, int) or isinstance(token, bool) or token < 0):
+                raise ValueError(f"{file}: eos_token_id is {given!r}; it must be a token's number, or a list of them.")
+            if token is not None:
+                return token
+    return None

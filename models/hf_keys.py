@@ -1,6 +1,6 @@
 """The keys of Hugging Face's config.json that models are computed by, for each architecture.
 
-A key is read, or it is in `MEANINGLESS`, or `models.hf_config` refuses it by name.
+A key is read, or `models.hf_unread` knows that it changes nothing, or `models.hf_config` refuses it by name.
 """
 
 import dataclasses
@@ -12,44 +12,11 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from models.decoder import Latent
 from models.hf_rope import Rope
 
-# Keys that change nothing that is computed, and why.
-MEANINGLESS = {
-    "architectures": "read with the file",
-    "model_type": "read with the file",
-    "eos_token_id": "of generation: read by end_token",
-    **dict.fromkeys(("bos_token_id", "pad_token_id", "use_cache", "sep_token_id"), "of generation"),
-    **dict.fromkeys(("dtype", "torch_dtype", "transformers_version", "_name_or_path"), "of the files' writer"),
-    **dict.fromkeys(("auto_map", "use_mla", "attn_implementation", "_attn_implementation"), "of another's code"),
-    **dict.fromkeys(("initializer_range", "rescale_prenorm_residual"), "of the first weights"),
-    **dict.fromkeys(("attention_dropout", "router_jitter_noise", "residual_dropout"), "of transformers' training"),
-    **dict.fromkeys(("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"), "of its loss"),
-    **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict", "problem_type"), "of its results"),
-    **dict.fromkeys(("id2label", "label2id", "is_encoder_decoder", "chunk_size_feed_forward"), "of other tasks"),
-    **dict.fromkeys(("pretraining_tp", "ep_size", "gradient_checkpointing"), "of how it is computed, not what"),
-    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), "layers after the last, which are not loaded"),
-    "initial_context_length": "rope's original_max_position_embeddings, again",
-    "experts_per_token": "num_experts_per_tok, again",
-    "qk_head_dim": "qk_nope_head_dim + qk_rope_head_dim, again",
-}
-
-
-# Values of keys that another architecture has, at which it computes what one without the key does.
-NEUTRAL = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "qkv_bias": False,
-    "use_sliding_window": False,
-    "use_mrope": False,
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "tie_encoder_decoder": False,
-}
-
 
 class Keys(pydantic.BaseModel):
     """The keys that decide what a model computes, with transformers' defaults for the model type."""
 
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
     qk_norm: ClassVar[Any] = False
     qkv_bias_always: ClassVar[bool] = False
 
@@ -78,6 +45,14 @@ class Keys(pydantic.BaseModel):
     def window(self) -> tuple[int | None, tuple[int, ...] | None]:
         """How many tokens a token sees, and in which layers; None for all."""
         return None, None
+
+    def layer_kinds(self) -> list[str]:
+        """What layer_types says of `window`."""
+        window, sliding = self.window()
+        slides = [
+            window is not None and (sliding is None or layer in sliding) for layer in range(self.num_hidden_layers)
+        ]
+        return ["sliding_attention" if s else "full_attention" for s in slides]
 
     def foreign(self) -> dict[str, bool]:
         """For each unsupported feature, whether the checkpoint uses it."""

@@ -20,11 +20,11 @@ E8M0_BIAS = 127
 
 # Keys of a quantization_config, by quant_method, with the values that are read.
 READ: dict[str, dict[str, Any]] = {
-    "fp8": {"weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3", "activation_scheme": "dynamic"},
+    "fp8": {"weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"},
     "mxfp4": {},
 }
 # Which tensors are quantized, their dtypes say; scale_fmt is of the activations' scales.
-MEANINGLESS = ("quant_method", "modules_to_not_convert", "scale_fmt")
+MEANINGLESS = ("quant_method", "modules_to_not_convert", "modules_to_convert", "dequantize", "scale_fmt")
 
 
 def check_quantization(architecture: str, given: dict[str, Any] | None) -> None:

@@ -12,7 +12,7 @@ from models.decoder import RopeScaling
 class Rope(pydantic.BaseModel):
     """`rope_parameters`, or `rope_scaling` before transformers 5."""
 
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     rope_type: str = "default"
     rope_theta: PositiveFloat | None = None

@@ -25,6 +25,7 @@ class Preset(Schedule):
       raw_bytes: whether to read files that are no text, as bytes.
       tokenizer: a tokenizer.json; None for that of init_from's checkpoint, or for bytes.
       init_from: folder of a checkpoint in Hugging Face's format to start from; `model` then has its sizes.
+      ignore_config: unknown keys of its config.json to go on without; see `models.hf_config.read_config`.
       pack: whether documents share rows. Otherwise a row has one document or a piece of one, in at most `buckets`
         lengths.
       buckets: at most how many lengths, and compiled steps, without pack.
@@ -39,6 +40,7 @@ class Preset(Schedule):
     raw_bytes: bool = False
     tokenizer: str | None = None
     init_from: str | None = None
+    ignore_config: tuple[str, ...] = ()
     pack: bool = True
     buckets: PositiveInt = 3
 
@@ -47,6 +49,8 @@ class Preset(Schedule):
             raise ValueError(
                 f"batch is {self.batch} and accumulate {self.accumulate}; batch must be a multiple of accumulate."
             )
+        if self.ignore_config and self.init_from is None:
+            raise ValueError("ignore_config is about the config.json of init_from, which is not given.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

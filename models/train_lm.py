@@ -56,6 +56,10 @@ class LmOptions(Options):
         str | None,
         typer.Option(help="Folder of a Hugging Face checkpoint to start from, with its tokenizer.json if it has one."),
     ] = None
+    ignore_config: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Unknown key of that checkpoint's config.json to go on without; repeatable."),
+    ] = None
     no_pack: Annotated[
         bool,
         typer.Option(
@@ -89,13 +93,17 @@ def choose(options: LmOptions) -> Preset:
         "raw_bytes": options.raw_bytes or None,
         "tokenizer": options.tokenizer,
         "init_from": options.init_from,
+        "ignore_config": options.ignore_config,
         "pack": False if options.no_pack else None,
     }
     given = config.given_by(options, own, nested=True)
     model = given.get("model")
     dtype = (model if isinstance(model, dict) else {}).get("dtype", PRECISIONS[for_this_machine()].dtype)
     start = PRESETS[options.preset]
-    stored = read_config(given["init_from"])[1] if isinstance(given.get("init_from"), str) else None
+    stored = None
+    if isinstance(given.get("init_from"), str):
+        ignored = given.get("ignore_config")
+        stored = read_config(given["init_from"], ignore_config=ignored if isinstance(ignored, list) else ())[1]
     base = stored or start.model
     start = dataclasses.replace(
         start, model=dataclasses.replace(base, dtype=dtype, attention=attention_for(dtype, base))
@@ -181,7 +189,8 @@ def make_model(preset: Preset, seed: int, mesh: Mesh | None = None) -> Decoder:
     if preset.init_from is None:
         return nnx.jit(lambda: Decoder(preset.model, rngs=nnx.Rngs(seed)))()
     with config.errors_of_options():
-        return hf.load(preset.init_from, mesh=mesh, **{name: getattr(preset.model, name) for name in OF_A_RUN})[1]
+        of_a_run = {name: getattr(preset.model, name) for name in OF_A_RUN}
+        return hf.load(preset.init_from, mesh=mesh, ignore_config=preset.ignore_config, **of_a_run)[1]
 
 
 def sharded_graphdef(preset: Preset, mesh: Mesh) -> nnx.GraphDef:
@@ -299,7 +308,9 @@ def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tok
     Returns:
       The architecture's name, None if none fits.
     """
-    architecture = fitting(model.config) if preset.init_from is None else read_config(preset.init_from)[0]
+    architecture = fitting(model.config)
+    if preset.init_from is not None:
+        architecture, _ = read_config(preset.init_from, ignore_config=preset.ignore_config)
     if architecture is not None:
         start = checkpoint_folder(preset)
         files = [] if start is None else [start / name for name in CHAT_FILES]

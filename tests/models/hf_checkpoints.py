@@ -62,7 +62,8 @@ def changed(tmp_path: pathlib.Path, name: str = "mixtral", tensors=None, **confi
 
 
 def say(folder: pathlib.Path, name: str, **config) -> None:
-    """Writes the config.json of a checkpoint with other keys: None leaves one out."""
+    """Writes the config.json of a checkpoint with other keys: None leaves one out, "null" makes it null."""
     said = json.loads((DATA / name / "config.json").read_text()) | config
     left = {key: value for key, value in said.items() if key not in config or value is not None}
+    left = {key: None if value == "null" else value for key, value in left.items()}
     (folder / "config.json").write_text(json.dumps(left))

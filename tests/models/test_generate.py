@@ -231,3 +231,17 @@ def test_what_is_said_before_anything_is_loaded(folder, tmp_path, monkeypatch):
     made.save(str(copied / "tokenizer.json"))
     with pytest.raises(typer.BadParameter, match="prompt 0 has the token 300, and the model's are 0 to 255"):
         main(folder=copied, prompt=["high"])
+
+
+def test_keys_of_config_json_are_ignored_by_name(folder, tmp_path, capsys):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "SHA256SUMS").unlink()
+    said = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(said | {"a_key": 1}))
+    with pytest.raises(typer.BadParameter, match=r"pass --ignore-config a_key"):
+        main(folder=copy, prompt=["ab"], length=5)
+    texts = []
+    for given, ignored in ((folder, None), (copy, ["a_key"])):
+        main(folder=given, prompt=["ab"], length=5, ignore_config=ignored)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]

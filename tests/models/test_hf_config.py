@@ -163,7 +163,7 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "a
             "rope type 'llama3' lacks its numbers: factor, low, high",
         ),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2, "other": 1}}, "rope_parameters.other is 1"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2, "other": 1}}, "rope_parameters.other = 1"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method': 'gptq'}"),
         ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 of GptOssForCausalLM"),

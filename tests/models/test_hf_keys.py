@@ -1,0 +1,283 @@
+"""Keys of config.json: what each says alone, what says nothing, other spellings, and keys that are ignored by name."""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import hf, hf_config, train_lm
+from models.config import read, write
+from models.decoder import DecoderConfig, Latent
+from models.hf_unread import MEANINGLESS, READ_FOR_ALL
+from models.tokenizer import Bytes
+from tests.models.hf_checkpoints import DATA, changed
+
+CONFIGS: dict[str, dict] = json.loads((DATA.parent / "hf_configs.json").read_text())
+READS: dict[str, list[str]] = json.loads((DATA.parent / "hf_reads.json").read_text())
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Keys that usually agree or follow from each other, each with a number of its own.
+KEYS = {
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "max_position_embeddings": 77,
+    "rms_norm_eps": 0.25,
+    "rope_theta": 123,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 456},
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "torch_dtype": "float16",
+    "dtype": "bfloat16",
+}
+MEANT = DecoderConfig(31, 24, 5, 6, 3, 10, 20, rope_base=456.0, norm_epsilon=0.25, tie_embeddings=True)
+MOE = {"num_experts": 9, "num_experts_per_tok": 4, "norm_topk_prob": False}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}
+LATENT = {"kv_lora_rank": 11, "q_lora_rank": 9, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5}
+DEEPSEEK = {
+    "num_key_value_heads": 6,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 13,
+    "n_group": 4,
+    "topk_group": 3,
+    "routed_scaling_factor": 1.5,
+    "head_dim": None,
+    "first_k_dense_replace": 2,
+    "norm_topk_prob": False,
+    "rope_interleave": False,
+    "attention_bias": True,
+}
+DISTINCT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("Llama", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True}),
+    ("Llama", {"mlp_bias": True}, {"mlp_bias": True}),
+    ("Mistral", {"sliding_window": 7}, {"window": 7}),
+    ("Mistral", {"sliding_window": None}, {}),
+    ("Qwen2", WINDOWS, {"window": 7, "sliding": (3, 4), "qkv_bias": True}),
+    ("Qwen2", WINDOWS | {"use_sliding_window": False}, {"qkv_bias": True}),
+    (
+        "Qwen3",
+        WINDOWS | {"layer_types": [SLIDING, FULL, SLIDING, FULL, FULL], "attention_bias": True},
+        {"window": 7, "sliding": (0, 2), "qk_norm": True, "qkv_bias": True, "out_bias": True},
+    ),
+    ("Mixtral", {"num_local_experts": 9, "num_experts_per_tok": 4, "sliding_window": 7}, {"experts": 9, "window": 7}),
+    (
+        "Qwen3Moe",
+        MOE | WINDOWS | {"moe_intermediate_size": 13, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+        {"experts": 9, "window": 7, "hidden": 13, "dense_hidden": 20, "dense_layers": (0, 1, 2, 4), "qk_norm": True}
+        | {"normalize": False},
+    ),
+    (
+        "Qwen3Moe",
+        MOE | WINDOWS | {"moe_intermediate_size": 13, "use_sliding_window": False},
+        {"experts": 9, "hidden": 13, "qk_norm": True, "normalize": False},
+    ),
+    (
+        "Qwen2Moe",
+        MOE | WINDOWS | {"moe_intermediate_size": 13, "mlp_only_layers": [3], "shared_expert_intermediate_size": 17},
+        {"experts": 9, "window": 7, "hidden": 13, "dense_hidden": 20, "dense_layers": (3,), "sliding": (0, 2)}
+        | {"normalize": False, "shared_hidden": 17, "shared_gate": True, "qkv_bias": True},
+    ),
+    ("Olmoe", MOE | {"clip_qkv": 0.5}, {"experts": 9, "qk_norm": "all_heads", "normalize": False, "qkv_clip": 0.5}),
+    (
+        "GptOss",
+        {
+            "num_local_experts": 9,
+            "num_experts_per_tok": 4,
+            "experts_per_token": 2,
+            "swiglu_limit": 3,
+            "sliding_window": 7,
+        },
+        {"experts": 9, "window": 7, "sliding": (0, 2, 4), "sinks": True, "expert_bias": True, "clamp": 3.0}
+        | {"qkv_bias": True, "out_bias": True},
+    ),
+    (
+        "DeepseekV3",
+        DEEPSEEK | LATENT,
+        {"experts": 12, "kv_heads": 6, "rotary_dim": 4, "latent": Latent(11, 9, 5), "hidden": 13, "dense_hidden": 20}
+        | {"dense_layers": (0, 1), "shared_hidden": 26, "normalize": False, "score": "sigmoid", "weight_scale": 1.5}
+        | {"selection_bias": True, "expert_groups": 4, "top_expert_groups": 3, "qkv_bias": True, "out_bias": True},
+    ),
+]
+
+
+def config_of(folder, keys: dict, **options) -> DecoderConfig:
+    (folder / "config.json").write_text(json.dumps(keys))
+    return hf.read_config(folder, **options)[1]
+
+
+@pytest.mark.parametrize(("name", "keys", "meant"), DISTINCT, ids=[f"{row[0]}{n}" for n, row in enumerate(DISTINCT)])
+def test_each_key_is_read_for_itself(name, keys, meant, tmp_path):
+    got = config_of(tmp_path, {"architectures": [f"{name}ForCausalLM"]} | KEYS | keys)
+    assert got == dataclasses.replace(MEANT, **meant, top_k=4 if "experts" in meant else 0)
+
+
+def test_what_transformers_reads_is_read_or_known():
+    """Of its own records: a key that a later version reads, too, is seen when the records are made again."""
+    vision = {"vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy", "_rope_type_labels"}
+    assert set(READS) == set(hf.MODELS)
+    for name, keys in READS.items():
+        fields = set(hf.MODELS[name].keys.model_fields)
+        assert set(keys) - fields - MEANINGLESS - {*READ_FOR_ALL, *hf_config.EXPERTS, *vision} == set(), name
+        assert not fields & MEANINGLESS - {"max_window_layers"}, name
+        read_for_no_logits = {"attention_dropout", "initializer_range", "pad_token_id", "router_jitter_noise"}
+        read_for_no_logits |= {"output_router_logits", "router_aux_loss_coef", "gradient_checkpointing", "use_cache"}
+        assert set(keys) & MEANINGLESS - {"max_window_layers"} <= read_for_no_logits, name
+
+
+def test_keys_that_say_nothing_change_no_logits():
+    """transformers' own, with odd values for all of them."""
+    (said,) = (said for said in CONFIGS["llama"] if "unsloth_version" in said)
+    other_code = {key for key in MEANINGLESS if "implementation" in key} - {"cache_implementation"}
+    assert MEANINGLESS - set(json.loads(said)) <= {
+        "architectures",
+        "model_type",
+        "_pre_quantization_dtype",
+        *other_code,
+    }
+    assert {CONFIGS[name][said] for name in CONFIGS} == {"same"}
+
+
+YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 6, "rope_theta": 30}
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("llama", {"hidden_size": 16.0, "vocab_size": 29.0, "num_hidden_layers": 2e0}, {}),
+        ("llama", {"rope_theta": None, "mlp_bias": None, "rope_scaling": None}, {}),
+        ("llama", {"layer_types": [FULL] * 2, "use_sliding_window": False, "sliding_window": 4}, {}),
+        ("llama", {"rope_scaling": {}, "rope_parameters": {"rope_theta": 7}}, {"rope_parameters": {"rope_theta": 7.0}}),
+        (
+            "qwen2",
+            {"rope_parameters": YARN | {"original_max_position_embeddings": 6.0, "attn_factor": 2.0, "type": "linear"}},
+            {"rope_parameters": YARN},
+        ),
+        ("qwen2", {"rope_parameters": None, "rope_scaling": YARN | {"rope_theta": None}, "rope_theta": 30}, {}),
+        ("mistral", {"layer_types": [SLIDING] * 2}, {}),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 7}, "rope_scaling": {"rope_theta": 9}},
+            {"rope_parameters": {"rope_theta": 9}},
+        ),
+        (
+            "qwen2",
+            {"rope_parameters": YARN, "original_max_position_embeddings": 40},
+            {"rope_parameters": YARN | {"original_max_position_embeddings": 40}},
+        ),
+        ("gpt_oss", {"rope_scaling": {}, "rope_parameters": {}}, {"rope_parameters": None}),
+        ("mixtral", {"num_experts": 4.0, "norm_topk_prob": True, "n_group": 1}, {}),
+    ],
+)
+def test_two_spellings(name, one, other, tmp_path):
+    said = json.loads((DATA / name / "config.json").read_text())
+    assert config_of(tmp_path, said | one) == config_of(tmp_path, said | other)
+
+
+BITS = {"bits": 4, "group_size": 128}
+CAUSAL = "no LlamaForCausalLM known here has it."
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"quantization_config": BITS | {"quant_method": "awq", "version": "gemm"}}, "Read are quant_method fp8"),
+        ({"quantization_config": BITS | {"quant_method": "gptq", "sym": True}}, "Read are quant_method fp8"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "Read are quant_method fp8"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "Read are quant_method fp8"),
+        ({"quantization": BITS}, "--ignore-config quantization "),
+        ({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}, "model_type is 'kimi_k2'"),
+        ({"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}, "SmolLM3ForCausalLM"),
+        ({"rope_interleaved": True}, "--ignore-config rope_interleaved "),
+        (
+            {"attention_multiplier": 0.01, "new": None, "b": 1},
+            "pass --ignore-config attention_multiplier --ignore-config b",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 9}}, "--ignore-config rope_scaling.alpha "),
+        ({"layer_types": [SLIDING] * 2}, CAUSAL),
+        ({"is_causal": False}, CAUSAL),
+        ({"per_layer_config": {"0": {"num_attention_heads": 2}}}, CAUSAL),
+        ({"sliding_window": 4}, CAUSAL),
+        ({"hidden_size": "16"}, "hidden_size is '16'"),
+        ({"hidden_size": 16.5}, "hidden_size is 16.5"),
+        ({"tie_word_embeddings": "true"}, "tie_word_embeddings is 'true'"),
+        ({"mlp_bias": 0}, "mlp_bias is 0"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+    ],
+)
+def test_refused_in_one_line(keys, says, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        hf.read_config(changed(tmp_path, "llama", **keys))
+    assert len(str(caught.value).splitlines()) == 1
+    assert ("--ignore-config" in str(caught.value)) == ("--ignore-config" in says)
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "layer_types", "is_causal", "num_experts", "not_there", "rope_scaling.factor"]
+)
+def test_what_counts_cannot_be_ignored(key, tmp_path):
+    keys = {
+        "layer_types": [FULL],
+        "is_causal": False,
+        "num_experts": 4,
+        "rope_scaling": {"factor": 2.0, "type": "linear"},
+    }
+    with pytest.raises(ValueError, match=re.escape(f"ignore_config has {key}: no key of this file, or one that")):
+        hf.read_config(changed(tmp_path, "mixtral", **keys), ignore_config=[key])
+
+
+def test_a_training_run_ignores_keys_by_name_and_says_so(tmp_path):
+    folder = changed(tmp_path, "llama", a_key=3, rope_parameters={"rope_theta": 9.0, "alpha": 2})
+    keys = ["a_key", "rope_parameters.alpha"]
+    with pytest.raises(ValueError, match=r"pass --ignore-config a_key --ignore-config rope_parameters\.alpha"):
+        train_lm.choose(train_lm.LmOptions(init_from=str(folder)))
+    with pytest.raises(ValueError, match="ignore_config is about the config"):
+        train_lm.choose(train_lm.LmOptions(ignore_config=keys))
+    preset = train_lm.choose(train_lm.LmOptions(init_from=str(folder), ignore_config=keys))
+    assert preset.model.rope_base == 9
+    write(preset, tmp_path / "config.yaml")
+    assert read(tmp_path / "config.yaml")["ignore_config"] == keys
+    assert train_lm.choose(train_lm.LmOptions(config=tmp_path / "config.yaml")) == preset
+    model = train_lm.make_model(preset, 0)
+    assert train_lm.save_checkpoint(tmp_path / "out", preset, model, Bytes()) == "LlamaForCausalLM"
+    assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    _, again = hf.load(tmp_path / "out", ignore_config=keys)
+    np.testing.assert_array_equal(
+        nnx.state(again)["embed"]["embedding"][...], nnx.state(model)["embed"]["embedding"][...]
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "end"),
+    [
+        ({"eos_token_id": 0}, {"eos_token_id": 3}, 0),
+        ({"eos_token_id": [0, 3], "bos_token_id": 2, "pad_token_id": 1}, None, 0),
+        ({"eos_token_id": None, "bos_token_id": 0}, {"eos_token_id": [0, 5]}, 0),
+        ({"eos_token_id": []}, {"eos_token_id": 7}, 7),
+        ({"pad_token_id": 0}, {}, None),
+        ({}, None, None),
+        ({"eos_token_id": -1}, None, "eos_token_id is -1; it must be"),
+        ({"eos_token_id": True}, None, "eos_token_id is True; it must be"),
+        ({}, {"eos_token_id": "</s>"}, "generation_config.json: eos_token_id is '</s>'"),
+    ],
+)
+def test_the_end_of_a_text(config, generation, end, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    if isinstance(end, str):
+        with pytest.raises(ValueError, match=re.escape(end)):
+            hf_config.end_token(tmp_path)
+    else:
+        assert hf_config.end_token(tmp_path) == end

@@ -217,8 +217,8 @@ class Block(nnx.Module):
 
     def _attend(self, y: jax.Array, layout: Layout) -> jax.Array:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> jax.Array:
-            sees: dict[str, Any] = {"visible_until": layout.visible_until}
-            return jaxops.packed_attention(q[0], k[0], v[0], layout.sequence_offsets, **sees)[None]
+            how: dict[str, Any] = {"visible_until": layout.visible_until, "backend": self.config.backend}
+            return jaxops.packed_attention(q[0], k[0], v[0], layout.sequence_offsets, **how)[None]
 
         positions = layout.positions[None]
         seen = Seen(turns(self.config.decoder(), positions, positions), lambda k, v: (k, v), attend)

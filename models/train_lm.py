@@ -273,8 +273,9 @@ def heldout_batches(preset: Preset, documents: Documents) -> Batch:
 
 
 def with_room(preset: Preset, rows: Sequence[Rows]) -> Preset:
-    """With the largest number of documents of a row, padding included, for the model."""
+    """With the largest number of documents of a row, padding included, for the model; or with more, if given."""
     most = 1 + max(int(np.diff(some.first).max(initial=0)) for some in rows)
+    most = max(most, preset.model.max_documents or 0)
     return dataclasses.replace(preset, model=dataclasses.replace(preset.model, max_documents=most))
 
 

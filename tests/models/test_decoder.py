@@ -11,10 +11,12 @@ from flax import nnx
 
 from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy
-from models import decoder_loss
+from models import decoder_loss, train_lm
 from models.decoder import Decoder, DecoderConfig, document_starts, positions_in
+from models.decoder.model import within_documents
 from models.decoder_loss import loss_fn
-from models.packing import Batch
+from models.packing import Batch, Documents, build
+from models.presets import Preset
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.models.test_decoder_parts import model_of
@@ -128,6 +130,31 @@ def test_blocks_keep_no_float32_copies_for_the_backward(config):
     vectors = [x for x in stacked if x.size % (3 * TOKENS.size) == 0]
     assert len(vectors) > 5
     assert {str(x.dtype) for x in vectors} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@pytest.mark.parametrize("length", [8, 7], ids=["padded", "full"])
+def test_there_is_room_for_the_documents_of_every_row(backend, length):
+    """Seven documents of one prediction in each row, alone or with padding; by hand, and NaN where one more comes."""
+    documents = Documents(np.arange(14, dtype=np.uint8), np.arange(0, 15, 2))
+    preset = Preset(DENSE, context=length, batch=2, steps=1, learning_rate=1.0, warmup_steps=0, eval_every=1)
+    rows = train_lm.make_rows(preset, documents)
+    most = train_lm.with_room(preset, rows).model.max_documents
+    assert most == 8
+    given = lambda count: dataclasses.replace(preset, model=dataclasses.replace(DENSE, max_documents=count))
+    assert [train_lm.with_room(given(count), rows).model.max_documents for count in (3, 20)] == [8, 20]
+    batch = train_lm.make_batches(preset, documents, rows)(0)
+    numbers = batch.documents[0]
+    assert numbers.tolist() == 2 * [[*range(7), -1][:length]]
+    nothing = build(documents, rows[0], np.array([-1, -1])).documents
+    shapes = ((2, length, 2, 16), (2, length, 1, 16), (2, length, 1, 16))
+    q, k, v = (put(np.random.default_rng(i).normal(size=shape), jnp.float32) for i, shape in enumerate(shapes))
+    attend = jax.jit(
+        lambda numbers, most: within_documents(document_starts(numbers), most, backend)(q, k, v), static_argnums=1
+    )
+    np.testing.assert_allclose(attend(numbers, most), jnp.broadcast_to(v, q.shape), rtol=1e-6)  # each sees itself
+    assert jnp.isfinite(attend(nothing, most)).all()
+    assert jnp.isnan(attend(numbers, length - 1)).all()
 
 
 @pytest.mark.gpu

@@ -18,8 +18,9 @@ import typer
 from flax import nnx
 from PIL import Image
 
+from jaxops.nn import AmaxHistory
 from models import loop, show_mm, train_mm
-from models.interleaved import Tokens, captioned, illustrated, lay_out
+from models.interleaved import Tokens, captioned, illustrated, lay_out, stack
 from models.multimodal import Multimodal, MultimodalConfig
 from models.multimodal_sampling import caption, draw, until
 from models.pairs import DATA_SETS, PairData, Pairs
@@ -218,6 +219,28 @@ def test_captions_are_the_likeliest_continuations(model):
             text.append(token)
         assert got == text
     assert caption(model, images, temperature=5.0, **how) != written
+
+
+def test_an_evaluation_is_of_clean_images_and_averaged_weights(model):
+    """Captions' cross-entropies by hand: the same weight for each token of both micro-batches, images as they are."""
+    room = prepare(TINY, two_kinds_data())[1].room
+    image, texts = two_kinds(3, 3).pixels, [np.arange(65, 65 + length, dtype=np.int32) for length in (9, 2, 4)]
+    documents = [captioned(text, pixels, TOKENS) for text, pixels in zip(texts, image, strict=True)]
+    batches = [lay_out(some, room) for some in (documents[:1], documents[1:])]
+    run = nnx.jit(lambda model, batch: model.logits(model(batch, jnp.zeros(room.segments))[0]))
+    losses = []
+    for batch in batches:
+        logits = np.asarray(run(model, batch), np.float64)
+        targets = batch.targets[batch.targets >= 0]
+        logits = logits[batch.predicting[: len(targets)]]
+        losses += (np.log(np.exp(logits).sum(1)) - logits[np.arange(len(targets)), targets]).tolist()
+    assert len(losses) == 9 + 1 + 2 + 1 + 4 + 1
+    preset, key = dataclasses.replace(TINY, reading_noise=0.9), jax.random.key(0)
+    graphdef, average, histories = nnx.split(model, nnx.Param, AmaxHistory)
+    state = loop.TrainState(jax.tree.map(jnp.zeros_like, average), histories, average, (), jnp.int32(0))
+    evaluate = loop.heldout_loss(train_mm.make_evaluate(graphdef, preset), stack(batches), key, None)
+    assert float(evaluate(state)) == pytest.approx(np.mean(losses), rel=1e-5)
+    assert float(evaluate(state._replace(average=None))) == pytest.approx(np.log(258), rel=1e-5), "all weights zero"
 
 
 def test_a_caption_ends_at_the_first_token_that_is_no_text():

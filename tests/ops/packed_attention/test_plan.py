@@ -61,16 +61,33 @@ def test_explicit_then_tuned_then_heuristic():
     assert make_plan(PLAIN, H200, plan=Plan("xla", way="dense", block=7)).block is None
 
 
-@pytest.mark.parametrize("head_dim", [1, 24, 64, 128, 256])
+COLUMNS = {1: 16, 24: 32, 64: 64, 80: 128, 96: 128, 112: 128, 128: 128, 192: 256, 256: 256}  # of a row, with padding
+SHARED = {"NVIDIA H200": 232_448, "NVIDIA A100-SXM4-80GB": 166_912, "NVIDIA L4": 101_376}
+
+
+def held(name: str, tiles: Tiles, columns: int, itemsize: int) -> int:
+    """Bytes: k and v of each stage and the queries, for dq also their cotangents; for dkv the other way around, and the
+    probabilities as bfloat16."""
+    queries, keys = tiles.bq * columns * itemsize, tiles.bk * columns * itemsize
+    if name == "fwd":
+        return queries + tiles.stages * (keys + keys)
+    if name == "dq":
+        return queries + queries + tiles.stages * (keys + keys)
+    return keys + keys + tiles.stages * (queries + queries) + tiles.bq * tiles.bk * 2
+
+
+@pytest.mark.parametrize(("head_dim", "columns"), COLUMNS.items())
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"])
-def test_heuristic_and_candidates_fit(head_dim, dtype, kind):
+@pytest.mark.parametrize("kind", SHARED)
+def test_heuristic_and_candidates_fit(head_dim, columns, dtype, kind):
     problem, device = dataclasses.replace(PLAIN, head_dim=head_dim, dtype=dtype), Device(kind, "gpu")
     for name in PASSES:
         found = candidates(name, problem, device)
         assert found[0] == heuristic(name, problem, device)
         assert len(set(found)) == len(found)
-        assert all(shared_bytes(name, tiles, problem) <= device.shared_bytes for tiles in found)
+        sizes = [held(name, tiles, columns, {"bfloat16": 2, "float32": 4}[dtype]) for tiles in found]
+        assert sizes == [shared_bytes(name, tiles, problem) for tiles in found]
+        assert max(sizes) <= SHARED[kind]
 
 
 @pytest.mark.parametrize(

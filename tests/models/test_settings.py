@@ -1,0 +1,415 @@
+"""Every setting of a run changes it: a value that is not its default, and which part of the run is another one then.
+
+Programs are traced, not compiled.
+"""
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import typer
+from flax import nnx
+
+from jaxops.offload import Policy
+from models import loop, mesh, show_mm, train_dit, train_lm, train_mm
+from models.decoder import Decoder, DecoderConfig
+from models.decoder.config import Latent, RopeScaling
+from models.dit import DiT
+from models.images import Batch as ImageBatch
+from models.interleaved import Room, lay_out
+from models.mesh import make_mesh, of_own_batch, over
+from models.multimodal import Multimodal, MultimodalConfig
+from models.packing import Batch
+from models.presets import DiTPreset, MultimodalPreset, Preset
+from models.schedule import make_learning_rate
+from tests.devices import needs_four
+from tests.models.test_loop import text
+from tests.models.test_train_dit import two_kinds_data as two_kinds_of_images
+from tests.models.test_train_mm import MODEL, two_kinds_data
+
+SCHEDULE: dict[str, Any] = {"steps": 10, "learning_rate": 1e-2, "warmup_steps": 2, "eval_every": 3}
+SIZES = DecoderConfig(32, 16, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=16, experts=4, top_k=2, backend="xla")
+LM = Preset(SIZES, context=8, batch=2, **SCHEDULE)
+DIT = DiTPreset(layers=1, width=16, heads=2, tokens=40, images=6, **SCHEDULE)
+MM = MultimodalPreset(model=MODEL, rows=48, predictions=32, documents=8, **SCHEDULE)
+TEXT = text([9, 3, 20, 6, 30, 12, 8, 8, 40, 4])
+PICTURES, PAIRS = two_kinds_of_images(0), two_kinds_data()
+DENSE = {"experts": 0, "top_k": 0}
+LATENT = {"latent": Latent(8, None, 8), "kv_heads": 4, "rotary_dim": 4}
+
+# Of each setting: what it changes, a value, and settings beside it; or the test that sees it.
+OF_A_SCHEDULE = {
+    "steps": ("rates", 12),
+    "learning_rate": ("rates", 1e-3),
+    "warmup_steps": ("rates", 3),
+    "eval_every": "test_loop.py::test_what_is_logged",
+    "accumulate": ("batches", 2),
+    "seed": ("batches", 1),
+}
+OF_A_STEP = {"weight_decay": ("step", 0.25), "clip_norm": ("step", 2.0), "ema": ("step", 0.75)}
+OF_A_STEP |= {"freeze": ("step", ("blocks",))}
+HERE = "test_settings.py::test_every_setting_changes_the_run"  # of `lm`, whose step is all models'
+OF_A_MODEL = {
+    "dtype": ("program", "bfloat16"),
+    "recipe": ("program", "rowwise"),
+    "backend": ("program", "pallas"),
+    "policy": ("program", Policy()),
+    "unroll": ("program", True),
+    "sums": ("mesh", "bfloat16", {"dtype": "bfloat16"}),
+}
+SETTINGS: dict[type, dict[str, Any]] = {
+    Preset: OF_A_SCHEDULE
+    | OF_A_STEP
+    | {
+        "model": HERE,
+        "context": ("batches", 4),
+        "batch": ("batches", 4),
+        "eval_windows": ("heldout", 2),
+        "balance_weight": ("program", 0.5),
+        "pack": ("batches", False),
+        "buckets": ("batches", 1, {"pack": False, "context": 32}),
+    }
+    | dict.fromkeys(
+        ("data", "raw_bytes", "tokenizer", "init_from"), "test_options.py::test_every_option_reaches_the_run"
+    ),
+    DiTPreset: OF_A_SCHEDULE
+    | dict.fromkeys(OF_A_STEP, HERE)
+    | OF_A_MODEL
+    | {
+        "layers": ("program", 2),
+        "width": ("program", 32),
+        "heads": ("program", 4),
+        "attention": ("program", "pallas"),
+        "tokens": ("batches", 30),
+        "images": ("batches", 2),
+        "data": ("read", "cats"),
+        "patch": ("read", 8),
+        "longest": ("read", 32),
+        "sample_steps": ("shown", 3),
+        "guidance": ("shown", 1.25),
+    },
+    MultimodalPreset: OF_A_SCHEDULE
+    | dict.fromkeys(OF_A_STEP, HERE)
+    | {
+        "model": HERE,
+        "rows": ("batches", 60),
+        "predictions": ("batches", 20),
+        "documents": ("batches", 3),
+        "data": ("read", "cats"),
+        "tokenizer": "test_options.py::test_every_option_reaches_the_run",
+        "patch": ("read", 8),
+        "longest": ("read", 32),
+        "illustrated": ("batches", 0.1),
+        "captionless": ("batches", 0.9),
+        "image_weight": ("program", 3.0),
+        "time_shift": ("program", 3.0),
+        "reading_noise": ("program", 0.5),
+        "balance_weight": ("program", 0.5),
+        "sample_steps": ("shown", 3),
+        "guidance": ("shown", 1.25),
+        "temperature": ("shown", 0.75),
+    },
+    DecoderConfig: OF_A_MODEL
+    | {
+        "vocab": ("program", 40),
+        "width": ("program", 24),
+        "layers": ("program", 3),
+        "heads": ("program", 8),
+        "kv_heads": ("program", 1),
+        "head_dim": ("program", 12),
+        "hidden": ("program", 24),
+        "experts": ("program", 6),
+        "top_k": ("program", 1),
+        "normalize": ("program", False),
+        "qk_norm": ("program", True),
+        "rope_base": ("program", 5e5),
+        "norm_epsilon": ("program", 1e-5),
+        "tie_embeddings": ("program", True),
+        "fp8_experts": ("program", False, {"recipe": "rowwise"}),
+        "attention": ("program", "cudnn", {"max_documents": 4}),
+        "max_documents": "test_decoder.py::test_there_is_room_for_the_documents_of_every_row",
+        "rope_scaling": ("program", RopeScaling("linear", 2.0, 8)),
+        "rotary_dim": ("program", 4),
+        "rope_pairs": ("program", True),
+        "qkv_bias": ("program", True),
+        "out_bias": ("program", True),
+        "mlp_bias": ("program", True, DENSE),
+        "qkv_clip": ("program", 1.0),
+        "window": ("program", 4),
+        "sliding": ("program", (0,), {"window": 4}),
+        "sinks": ("program", True),
+        "attention_cap": ("program", 5.0),
+        "logit_cap": ("program", 5.0),
+        "attention_scale": ("program", 0.5),
+        "latent": ("program", LATENT["latent"], {"kv_heads": 4, "rotary_dim": 4}),
+        "dense_layers": ("program", (0,), {"dense_hidden": 24}),
+        "dense_hidden": ("program", 40, {"dense_layers": (0,), "dense_hidden": 24}),
+        "score": ("program", "sigmoid"),
+        "weight_scale": ("program", 2.0),
+        "expert_groups": ("program", 2),
+        "top_expert_groups": ("program", 2, {"expert_groups": 4, "top_k": 1}),
+        "selection_bias": ("program", True),
+        "shared_hidden": ("program", 8),
+        "shared_gate": ("program", True, {"shared_hidden": 8}),
+        "expert_bias": ("program", True),
+        "clamp": ("program", 3.0),
+        "stored_fp8": ("program", True),
+    },
+    RopeScaling: {
+        "kind": ("program", "dynamic", {"kind": "linear", "original_length": 4}),
+        "factor": ("program", 3.0, {"kind": "linear"}),
+        "original_length": ("program", 4, {"kind": "dynamic"}),
+        "low": ("program", 2.0, {"kind": "llama3"}),
+        "high": ("program", 8.0, {"kind": "llama3"}),
+        "slow": ("program", 0.25, {"kind": "yarn"}),
+        "fast": ("program", 2.0, {"kind": "yarn", "original_length": 4096}),
+        "whole": ("program", False, {"kind": "yarn", "original_length": 4096}),
+        "magnitude": ("program", 1.5, {"kind": "yarn"}),
+        "sharpness": ("program", 1.0, {"kind": "yarn"}),
+    },
+    Latent: {"rank": ("program", 12), "query_rank": ("program", 12), "value_dim": ("program", 12)},
+    Policy: {"keep": ("step", ("attention",)), "offload": ("step", ("carry",))},
+    MultimodalConfig: OF_A_MODEL
+    | {
+        "vocab": ("program", 300),
+        "patch_values": "test_train_mm.py::test_drawings_of_all_sizes_in_order",
+        "width": ("program", 32),
+        "layers": ("program", 2),
+        "heads": ("program", 4),
+        "kv_heads": ("program", 1),
+        "head_dim": ("program", 16),
+        "text_experts": ("program", 3),
+        "text_hidden": ("program", 24),
+        "image_experts": ("program", 3),
+        "image_hidden": ("program", 24),
+        "top_k": ("program", 2),
+        "normalize": ("program", False, {"top_k": 2}),
+        "qk_norm": ("program", True),
+        "rope_base": ("program", 5e5),
+        "norm_epsilon": ("program", 1e-5),
+        "tie_embeddings": ("program", False),
+    },
+}
+# Where an instance stands, and what it is where the preset has none.
+WHERE: dict[type, tuple[Any, tuple[str, ...], Any]] = {
+    Preset: (LM, (), None),
+    DiTPreset: (DIT, (), None),
+    MultimodalPreset: (MM, (), None),
+    DecoderConfig: (LM, ("model",), None),
+    MultimodalConfig: (MM, ("model",), None),
+    RopeScaling: (LM, ("model", "rope_scaling"), RopeScaling("linear", 2.0, 16)),
+    Latent: (dataclasses.replace(LM, model=dataclasses.replace(SIZES, **LATENT)), ("model", "latent"), None),
+    Policy: (LM, ("model", "policy"), Policy()),
+}
+
+
+def with_part(settings: Any, path: tuple[str, ...], part: Any) -> Any:
+    """The settings with another part."""
+    if not path:
+        return part
+    return dataclasses.replace(settings, **{path[0]: with_part(getattr(settings, path[0]), path[1:], part)})
+
+
+def as_text(traced: Any) -> str:
+    return re.sub(r" at 0x\w+", "", str(traced)) + str([constant.tolist() for constant in traced.consts])
+
+
+def shapes_of(arrays: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+
+
+class OfLm:
+    """The parts of a run of `lm`, each for some settings."""
+
+    batch = Batch(*(jax.ShapeDtypeStruct((2, 8), dtype) for dtype in ("uint8", "uint8", "int32")))
+
+    @staticmethod
+    def model(preset, **how):
+        return Decoder(preset.model, rngs=nnx.Rngs(preset.seed), **how)
+
+    objective = staticmethod(lambda preset: functools.partial(train_lm.objective, preset, preset.pack))
+
+    @staticmethod
+    def batches(preset):
+        rows = train_lm.make_rows(preset, TEXT)
+        return [train_lm.make_batches(preset, TEXT, rows)(step) for step in range(3)]
+
+    @staticmethod
+    def heldout(preset):
+        return train_lm.heldout_batches(preset, TEXT)
+
+    make_step = staticmethod(train_lm.make_step)
+
+
+class OfDit:
+    batch = ImageBatch(
+        jax.ShapeDtypeStruct((40, 4), "float32"),
+        jax.ShapeDtypeStruct((7,), "int32"),
+        jax.ShapeDtypeStruct((6, 2), "int32"),
+        jax.ShapeDtypeStruct((6,), "int32"),
+    )
+
+    @staticmethod
+    def model(preset, **_):
+        sizes = train_dit.sizes_of(preset, token=4, classes=2, longest=12, crowd=None)
+        return DiT(sizes, rngs=nnx.Rngs(preset.seed))
+
+    objective = staticmethod(lambda _: train_dit.objective)
+
+    @staticmethod
+    def batches(preset):
+        return [train_dit.make_batches(preset, PICTURES)(step) for step in range(3)]
+
+    @staticmethod
+    def read(preset, monkeypatch):
+        return read_by(train_dit, "read_data", train_dit.DitOptions, preset, monkeypatch)
+
+    @staticmethod
+    def shown(preset, monkeypatch):
+        found = []
+        monkeypatch.setattr(train_dit, "generate", lambda _, batch, key, *how: found.append(how) or batch.tokens)
+        train_dit.sample(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), preset, PICTURES, 0)
+        return found[0]
+
+    make_step = staticmethod(train_dit.make_step)
+
+
+class OfMm:
+    batch = shapes_of(lay_out([], Room(48, 32, 8, 2, 1)))
+
+    @staticmethod
+    def model(preset, **how):
+        return Multimodal(preset.model, rngs=nnx.Rngs(preset.seed), **how)
+
+    objective = staticmethod(lambda preset: functools.partial(train_mm.objective, preset))
+
+    @staticmethod
+    def batches(preset):
+        preset, material = train_mm.prepare(preset, PAIRS)
+        return [train_mm.make_batches(preset, material)(step) for step in range(3)]
+
+    @staticmethod
+    def read(preset, monkeypatch):
+        return read_by(train_mm, "read_pairs", train_mm.MmOptions, preset, monkeypatch)
+
+    @staticmethod
+    def shown(preset, monkeypatch):
+        found = []
+        monkeypatch.setattr(show_mm, "draw", lambda *_, **how: found.append(how) or [0] * 99)
+        monkeypatch.setattr(show_mm, "caption", lambda *_, **how: found.append(how) or [])
+        monkeypatch.setattr(show_mm, "draw_captioned", lambda *_: None)
+        show_mm.show(preset, None, PAIRS, train_mm.prepare(preset, PAIRS)[1], loop.Run(Path(), None))
+        return found
+
+    make_step = staticmethod(train_mm.make_step)
+
+
+class ReadError(OSError):
+    """With what was to be read."""
+
+
+def read_by(module, name: str, options, preset, monkeypatch) -> str:
+    """What the command reads its data with."""
+
+    def stop(*given):
+        raise ReadError(repr(given))
+
+    monkeypatch.setattr(module, name, stop)
+    given = [f"{key}={getattr(preset, key)}" for key in ("data", "patch", "longest", "seed")]
+    with pytest.raises(typer.BadParameter) as ended:
+        module.run(options(set=given))
+    assert isinstance(ended.value.__cause__, ReadError)
+    return str(ended.value)
+
+
+@functools.cache
+def part_of(preset, name: str) -> Any:
+    """One part of the run, as something that can be compared."""
+    of: Any = {Preset: OfLm, DiTPreset: OfDit, MultimodalPreset: OfMm}[type(preset)]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    if name == "rates":
+        return [float(make_learning_rate(preset)(step)) for step in range(12)]
+    if name in ("batches", "heldout"):
+        return jax.tree.map(lambda x: (x.shape, x.tolist()), getattr(of, name)(preset))
+    if name in ("read", "shown"):
+        with pytest.MonkeyPatch.context() as patch:
+            return getattr(of, name)(preset, patch)
+    if name == "program":
+        try:
+            return as_text(
+                jax.make_jaxpr(lambda batch, key: of.objective(preset)(of.model(preset), batch, key))(of.batch, key)
+            )
+        except NotImplementedError as error:
+            return str(error)  # of a backend that needs a GPU
+    if name == "mesh":
+        four = make_mesh("fsdp=4")
+        graphdef = over(nnx.eval_shape(lambda: of.model(preset, sharded=True)), four)
+        _, params, others = nnx.split(nnx.eval_shape(lambda: of.model(preset)), nnx.Param, ...)
+        objective = of.objective(preset) if of is OfLm else of_own_batch(of.objective(preset), four)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape[of is OfLm :]), x.dtype), of.batch)
+        value = loop.make_value(graphdef, objective, four, training=False)
+        return as_text(jax.make_jaxpr(value)(params, others, batch, key))
+    graphdef, params, others = nnx.split(nnx.eval_shape(lambda: of.model(preset)), nnx.Param, ...)
+    state = jax.eval_shape(lambda *given: loop.init_state(preset, *given), params, others)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), of.batch)
+    return as_text(jax.make_jaxpr(of.make_step(graphdef, preset))(state, batch, key))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(owner, field.name) for owner in SETTINGS for field in dataclasses.fields(owner)],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+@needs_four
+def test_every_setting_changes_the_run(owner, name):
+    entry = SETTINGS[owner].get(name)
+    assert entry is not None, f"{name} has no entry: write what it changes, and a value that is not its default."
+    if isinstance(entry, str):
+        file, test = entry.split("::")
+        assert f"def {test}(" in (Path(__file__).parent / file).read_text()
+        return
+    what, value, *beside = entry
+    preset, path, otherwise = WHERE[owner]
+    part = preset
+    for key in path:
+        part = getattr(part, key)
+    before = dataclasses.replace(part or otherwise, **(beside[0] if beside else {}))
+    assert value != getattr(before, name)
+    after = dataclasses.replace(before, **{name: value})
+    one, other = (part_of(with_part(preset, path, each), what) for each in (before, after))
+    assert one != other
+
+
+@pytest.mark.parametrize("preset", [LM, DIT, MM], ids=["lm", "dit", "mm"])
+def test_the_same_settings_are_the_same_run(preset):
+    """Else the test above would see nothing."""
+    assert part_of.__wrapped__(preset, "program") == part_of(preset, "program")
+
+
+@pytest.mark.parametrize("preset", [LM, DIT, MM], ids=["lm", "dit", "mm"])
+@needs_four
+def test_gradients_of_all_parameters_are_summed_in_one_dtype(preset, monkeypatch):
+    seen, gather = [], mesh.gather
+    monkeypatch.setattr(mesh, "gather", lambda *given, **how: seen.append(how.get("sums")) or gather(*given, **how))
+    owner = {LM: DecoderConfig, DIT: DiTPreset, MM: MultimodalConfig}[preset]
+    part = dataclasses.replace(getattr(preset, "model", preset), dtype="bfloat16", sums="bfloat16")
+    part_of.__wrapped__(with_part(preset, WHERE[owner][1], part), "mesh")
+    assert set(seen) == {"bfloat16"}
+
+
+def test_a_backend_of_a_multimodal_model_is_of_all_its_ops():
+    program = part_of(dataclasses.replace(MM, model=dataclasses.replace(MODEL, backend="pallas")), "program")
+    assert {"adaln_fwd", "packed_attention_fwd"} <= set(re.findall(r"name=(\w+)", program))
+
+
+@pytest.mark.parametrize("preset", [LM, MM], ids=["lm", "mm"])
+def test_an_epsilon_is_of_all_norms(preset):
+    """None has the default's, or another one of its own."""
+    of = lambda **how: dataclasses.replace(preset, model=dataclasses.replace(preset.model, qk_norm=True, **how))
+    small = re.compile(r"\b(?:1e-0?6|9\.9999\d*e-0?7)\b")
+    assert small.search(part_of(of(), "program"))
+    assert not small.search(part_of(of(norm_epsilon=0.125), "program"))

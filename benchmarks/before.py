@@ -34,8 +34,8 @@ def rename_package(package: pathlib.Path, folder: pathlib.Path, commit: str) -> 
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(package, target, ignore=shutil.ignore_patterns("__pycache__"))
     for file in target.rglob("*.py"):
-        file.write_text(re.sub(r"\bjaxops\b", NAME, file.read_text()))
-    (folder / _COMMIT).write_text(commit + "\n")
+        file.write_text(re.sub(r"\bjaxops\b", NAME, file.read_text("utf-8")), "utf-8")
+    (folder / _COMMIT).write_text(commit + "\n", "utf-8")
 
 
 def load_before(folder: pathlib.Path = FOLDER) -> tuple[ModuleType, str]:
@@ -48,7 +48,7 @@ def load_before(folder: pathlib.Path = FOLDER) -> tuple[ModuleType, str]:
         raise ImportError(f"{folder} has no {NAME}: python -m benchmarks.before COMMIT")
     sys.path.insert(0, str(folder))
     try:
-        return importlib.import_module(NAME), (folder / _COMMIT).read_text().strip()
+        return importlib.import_module(NAME), (folder / _COMMIT).read_text("utf-8").strip()
     finally:
         sys.path.remove(str(folder))
 
@@ -58,7 +58,7 @@ def main(commit: str, folder: str = typer.Option(str(FOLDER))) -> None:
     target = pathlib.Path(folder)
     archive = subprocess.run(["git", "archive", commit, "jaxops"], cwd=ROOT, check=True, capture_output=True).stdout
     short = subprocess.run(
-        ["git", "rev-parse", "--short", commit], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "rev-parse", "--short", commit], cwd=ROOT, check=True, capture_output=True, encoding="utf-8"
     )
     with tempfile.TemporaryDirectory() as unpacked:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:

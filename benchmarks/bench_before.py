@@ -154,7 +154,7 @@ def measure_case(run: Run, case: Case, programs: Programs, inputs: tuple) -> Non
 def read_ratios(file: pathlib.Path) -> dict[str, dict[str, float]]:
     """As Run.ratios, from a file's rows; of each case the newest."""
     found: dict[str, dict[str, float]] = {}
-    for row in map(json.loads, file.read_text().splitlines()):
+    for row in map(json.loads, file.read_text("utf-8").splitlines()):
         if BEFORE in row["vs"]:
             facts = (row.get(key) for key in ("recipe", "scaling", "layouts"))
             label = " ".join(x for x in (row["op"], row["name"], *facts, row["dist"], row["pass"]) if x)

@@ -93,7 +93,7 @@ def read_all(files: list[pathlib.Path]) -> None:
 
 def memory_of_process(what: str) -> int:
     """Bytes of the host's memory: VmRSS for now, VmHWM for the peak."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{what}:"))
+    line = next(line for line in STATUS.read_text("utf-8").splitlines() if line.startswith(f"{what}:"))
     return 1024 * int(line.split()[1])
 
 
@@ -104,7 +104,7 @@ def peak_of(run: Callable[[], None]) -> tuple[int, int]:
     """
     before = memory_of_process("VmRSS")
     try:
-        RESET_PEAK.write_text("5")
+        RESET_PEAK.write_text("5", "utf-8")
     except OSError:
         print("  the peak of host memory cannot be reset here: it is that of the whole process", flush=True)
     run()

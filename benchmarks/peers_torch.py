@@ -45,7 +45,7 @@ class TorchProcess:
         if self._process is None:
             env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
             self._process = subprocess.Popen(
-                self._command, cwd=self._root, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                self._command, cwd=self._root, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -83,7 +83,7 @@ def newest_run(rows: list[dict], backends: set[str]) -> dict[str, dict]:
 
 def values(panel: Panel, folder: pathlib.Path = RESULTS) -> dict[str, list[float]]:
     """For each backend its value in each case."""
-    rows = [json.loads(line) for line in (folder / f"{panel.file}.jsonl").read_text().splitlines() if line.strip()]
+    rows = [json.loads(line) for line in (folder / f"{panel.file}.jsonl").read_bytes().splitlines() if line.strip()]
     drawn: dict[str, list[float]] = {backend: [] for backend in panel.backends}
     for name in panel.cases:
         wanted = {**panel.select, "name": name, "dtype": "bfloat16"}

@@ -26,7 +26,7 @@ Rows = dict[tuple, dict]  # by (side, step); step is None of a whole training
 def read_rows(file: pathlib.Path) -> dict[tuple[str, str], Rows]:
     """The newest rows by pass and name, in the order in which they were first measured."""
     found: dict[tuple[str, str], Rows] = {}
-    for line in file.read_text().splitlines():
+    for line in file.read_text("utf-8").splitlines():
         row = json.loads(line)
         found.setdefault((row["pass"], row["name"]), {})[row["side"], row.get("step")] = row
     return found
@@ -152,10 +152,10 @@ def main(
     size: Annotated[str, typer.Option(help="As of `benchmarks.bench_precision`.")] = "cpu",
 ) -> None:
     """Writes the tables into docs/fp8.md, and the picture beside the rows."""
-    rows, text = read_rows(folder / "precision.jsonl"), DOCS.read_text()
+    rows, text = read_rows(folder / "precision.jsonl"), DOCS.read_text("utf-8")
     for name, table in tables(rows, size).items():
         text = with_table(text, name, table)
-    DOCS.write_text(text)
+    DOCS.write_text(text, "utf-8")
     draw(rows["step", f"lm_{size}"], folder / PICTURE)
 
 

@@ -42,7 +42,7 @@ def read_rows(folder: pathlib.Path) -> list[dict]:
     """The newest row of each case and backend, in the order in which the cases were first measured."""
     newest = {}
     for file in sorted(folder.glob("*.jsonl")):
-        for line in file.read_text().splitlines():
+        for line in file.read_text("utf-8").splitlines():
             if line.strip() and "us_p50" in (row := json.loads(line)):  # tables of errors have no times
                 recipe = (
                     row.get("recipe") if is_own(row) else None
@@ -163,7 +163,7 @@ def worst_ratios(own: Iterable[dict]) -> list[list[str]]:
 def errors_table(folder: pathlib.Path) -> str:
     """The newest rows of fp8_errors: a line a recipe and result, a column a length of the sums; empty without rows."""
     file = folder / "fp8_errors.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()] if file.is_file() else []
+    rows = [json.loads(line) for line in file.read_bytes().splitlines() if line.strip()] if file.is_file() else []
     newest = {(row["outliers"], row["recipe"], row["result"], row["length"]): row for row in rows}
     lengths = sorted({length for *_, length in newest})
     table = []

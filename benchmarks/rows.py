@@ -62,7 +62,7 @@ def make_row(
 def append_row(file: pathlib.Path, row: dict) -> None:
     """Appends at once: a run that dies keeps its rows."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as lines:
+    with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(row) + "\n")
 
 
@@ -101,7 +101,7 @@ def _version(package: str) -> str | None:
 
 def _first_line(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT, check=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30, cwd=ROOT, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None

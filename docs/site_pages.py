@@ -22,7 +22,7 @@ def examples() -> str:
     """A page of all files in examples/."""
     parts = ["# Examples", "Each is a file in `examples/` and runs on a CPU in seconds; a test runs them all."]
     for file in sorted((ROOT / "examples").glob("*.py")):
-        source = file.read_text()
+        source = file.read_text("utf-8")
         title = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
         parts += [f"## {file.name}", title, f"```python\n{source[source.index('import ') :]}```"]
     return "\n\n".join(parts)
@@ -30,7 +30,7 @@ def examples() -> str:
 
 def on_files(files: Files, config) -> Files:
     for source, target in FROM_ROOT.items():
-        files.append(File.generated(config, target, content=(ROOT / source).read_text()))
+        files.append(File.generated(config, target, content=(ROOT / source).read_text("utf-8")))
     files.append(File.generated(config, "examples.md", content=examples()))
     for source, target in PICTURES.items():
         files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))

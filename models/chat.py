@@ -252,7 +252,7 @@ def template_of(folder: pathlib.Path) -> ChatTemplate:
     config = read_json(file) if file.exists() else {}
     source, where = config.get("chat_template"), file
     if beside.exists():
-        source, where = beside.read_text(), beside
+        source, where = beside.read_text("utf-8"), beside
     if isinstance(source, list):
         source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get("default")
     if not isinstance(source, str):

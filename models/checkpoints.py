@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -24,11 +26,12 @@ State = TypeVar("State")
 NAMED_DIFFERENCES = 3
 MESSAGE_BYTES = 300
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that are being written, or removed
-CHECKSUMS, HELDOUT, OWN = (
-    "checksums",
-    "heldout",
-    "crc32",
-)  # what we add to a checkpoint's metadata; the last is of the others
+# What we add to a checkpoint's metadata. The checksums are of dtype and shape, too, except in older checkpoints, which
+# have no TYPED. OWN is the checksum of the others.
+CHECKSUMS, TYPED, HELDOUT, OWN = "checksums", "checksums_of_types", "heldout", "crc32"
+# Orbax takes other characters of a path as a pattern, and TensorStore a backslash as a slash.
+PLAIN = re.compile(r"[\w./-]+", re.ASCII)
+DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Checkpoints:
@@ -40,28 +43,46 @@ class Checkpoints:
     call every method, and share the folder. Each array's checksum is stored and verified when read.
 
     Args:
-      folder: created if missing.
+      folder: of any name; created if missing.
       keep: how many of the newest are kept.
       keep_best: whether the one with the lowest held-out loss is kept too, of those saved with a loss.
+
+    Raises:
+      typer.BadParameter: the folder cannot be created or read.
     """
 
     def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = False):
         self.folder, self._keep, self._keep_best = folder.resolve(), keep, keep_best
         self._newest: int | None = None
         self._handler = ocp.StandardCheckpointHandler()
-        self._writer = ocp.AsyncCheckpointer(self._handler)
-        if is_first():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for unfinished in self.folder.glob(f"*{UNFINISHED}*"):
-                shutil.rmtree(unfinished)
-        multihost_utils.sync_global_devices("the folder of checkpoints is there")
+        self._being_written: tuple[str, dict[str, str]] = ("", {})
+        look = lambda: self._look(f"{self._being_written[0]}{UNFINISHED}")
+        self._writer = ocp.AsyncCheckpointer(
+            self._handler, async_options=ocp.options.AsyncOptions(post_finalization_callback=look)
+        )
+        self._path = epath.Path(self.folder)  # for the libraries
+        try:
+            if is_first():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for unfinished in self.folder.glob(f"*{UNFINISHED}*"):
+                    shutil.rmtree(unfinished)
+            multihost_utils.sync_global_devices("the folder of checkpoints is there")
+            self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise self._unfit(error) from error
+        by_number = DESCRIPTORS / str(self._descriptor)
+        if not PLAIN.fullmatch(str(self.folder)) and by_number.exists():
+            self._path = epath.Path(by_number)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *_) -> None:
-        self._writer.close()
-        self._remove_others()
+        try:
+            self._writer.close()
+            self._remove_others()
+        finally:
+            os.close(self._descriptor)
 
     @property
     def steps(self) -> list[int]:
@@ -71,14 +92,15 @@ class Checkpoints:
     def start(self, state: State, say: Callable[[str], None] = lambda _: None) -> tuple[State, int]:
         """(state to train from, steps done): the newest intact checkpoint, or `state` and 0 if there is none.
 
-        Newer, damaged checkpoints are renamed to STEP.damaged after an intact one has been read.
+        Newer, damaged checkpoints are renamed to STEP.damaged after an intact one has been read. In a folder without
+        checkpoints one is written and removed, so that a folder that cannot hold any is an error before the training.
 
         Args:
           state: a new run's pytree of arrays. The result has its shapes, dtypes and shardings.
           say: called with a line for each damaged checkpoint.
 
         Raises:
-          typer.BadParameter: a checkpoint of another model, or all checkpoints are damaged.
+          typer.BadParameter: a checkpoint of another model, all checkpoints are damaged, or none can be written.
         """
         wanted = _by_name(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state))
         damaged: dict[int, str] = {}
@@ -91,6 +113,7 @@ class Checkpoints:
                 return jax.tree.unflatten(jax.tree.structure(state), [found[name] for name in wanted]), step
             damaged[step] = wrong
         if not damaged:
+            self._try()
             return state, 0
         problems = "; ".join(f"{self.folder / str(step)}: {wrong}" for step, wrong in damaged.items())
         raise typer.BadParameter(
@@ -110,13 +133,12 @@ class Checkpoints:
             return
         arrays = _by_name(state)
         with jax.transfer_guard("allow"):
-            metadata: dict[str, Any] = {CHECKSUMS: checksums(arrays)}
+            metadata: dict[str, Any] = {CHECKSUMS: checksums(arrays), TYPED: True}
             if heldout is not None and math.isfinite(heldout):
                 metadata[HELDOUT] = heldout
             self._writer.wait_until_finished()
             self._remove_others()
-            metadata[OWN] = _crc(metadata)
-            self._writer.save(self.folder / str(done), args=ocp.args.StandardSave(arrays), custom_metadata=metadata)
+            self._write(str(done), arrays, metadata)
         self._newest = done
 
     def wait(self) -> None:
@@ -126,6 +148,49 @@ class Checkpoints:
     def check(self) -> None:
         """Raises the error of a failed write."""
         self._writer.check_for_errors()
+
+    def _write(self, name: str, arrays: dict[str, Any], metadata: dict[str, Any]) -> None:
+        self._being_written = name, {key: _describe(array) for key, array in arrays.items()}
+        metadata[OWN] = _crc(metadata)
+        self._writer.save(self._path / name, args=ocp.args.StandardSave(arrays), custom_metadata=metadata)
+
+    def _look(self, name: str) -> None:
+        """Reads the metadata of what is being written. The first process calls it before a checkpoint gets its name.
+
+        Raises:
+          OSError: it is not what was saved.
+        """
+        try:
+            self._metadata(name)
+            found = self._stored(name)
+        except Exception as error:  # of any type, as in _read
+            raise OSError(f"{self.folder / name} was written and cannot be read: {_first_line(error)}") from error
+        if found != self._being_written[1]:
+            raise OSError(f"{self.folder / name} was written, and its arrays are not found there")
+
+    def _try(self) -> None:
+        name = f"trial{UNFINISHED}"
+        try:
+            with quiet_writers():
+                self._write(name, {"trial": np.zeros(1)}, {})
+                self._writer.wait_until_finished()
+                if is_first():
+                    self._look(name)
+        except Exception as error:
+            raise self._unfit(error) from error
+        finally:
+            for left in self.folder.glob(f"{name}*") if is_first() else ():
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _unfit(self, error: Exception) -> typer.BadParameter:
+        return typer.BadParameter(
+            f"{self.folder} cannot hold checkpoints: {_first_line(error).replace(str(self._path), str(self.folder))}. "
+            "Take another folder with --out.",
+            param_hint="--out",
+        )
+
+    def _stored(self, name: str) -> dict[str, str]:
+        return {key: _describe(array) for key, array in self._handler.metadata(self._path / name).tree.items()}
 
     def _remove_others(self) -> None:
         """Renames each checkpoint before removing it, so that no partial folder looks complete."""
@@ -138,35 +203,36 @@ class Checkpoints:
         for step in set(self.steps) - stay:
             shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}{UNFINISHED}"))
 
-    def _metadata(self, step: int) -> dict[str, Any]:
-        found = json.loads((self.folder / str(step) / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
+    def _metadata(self, name: str) -> dict[str, Any]:
+        found = json.loads((self.folder / name / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"]
         if found.pop(OWN) != _crc(found):
             raise ValueError("its own checksum is not what was saved")
         return found
 
     def _heldout(self, step: int) -> float | None:
         try:
-            return self._metadata(step).get(HELDOUT)
+            return self._metadata(str(step)).get(HELDOUT)
         except (OSError, ValueError, LookupError, AttributeError, TypeError):
             return None
 
     def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> tuple[dict[str, jax.Array] | None, str]:
         """(arrays, "") or (None, the error), the same in all processes."""
-        folder, found, wrong, sums, stored = self.folder / str(step), None, "", {}, {}
+        found, wrong, sums, stored, typed = None, "", {}, {}, False
         try:
-            sums = self._metadata(step)[CHECKSUMS]
-            stored = {name: _describe(array) for name, array in self._handler.metadata(epath.Path(folder)).tree.items()}
+            metadata = self._metadata(str(step))
+            sums, typed = metadata[CHECKSUMS], TYPED in metadata
+            stored = self._stored(str(step))
         except Exception as error:  # of any type: Orbax, TensorStore and JSON have their own
             wrong = f"its metadata cannot be read: {_first_line(error)}"
         wrong = _of_all_processes(wrong) or self._compare(step, sums, stored, wanted)
         if not wrong:
             try:  # the handler alone: a checkpointer would wait here for a process that cannot read its part
-                found = self._handler.restore(epath.Path(folder), args=ocp.args.StandardRestore(wanted))
+                found = self._handler.restore(self._path / str(step), args=ocp.args.StandardRestore(wanted))
             except Exception as error:
                 wrong = f"its arrays cannot be read: {_first_line(error)}"
             wrong = _of_all_processes(wrong)
         if found is not None and not wrong:
-            read = checksums(found)
+            read = checksums(found, typed)
             if differing := [name for name in read if read[name] != sums[name]]:
                 wrong = f"the checksum of {_some(differing)} is not what was saved"
         return (None, wrong) if wrong else (found, "")
@@ -211,13 +277,17 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
-def checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
+def checksums(arrays: dict[str, jax.Array], typed: bool = True) -> dict[str, int]:
     """32 bits of each array: the sum over its words of a hash of word and index, for any sharding.
 
     The hash is MurmurHash3's finalizer, a bijection of 32 bits: one changed element always changes the sum.
+
+    Args:
+      typed: whether dtype and shape change it, too.
     """
     # One array after another: compiled once a shape. Collectives of two programs at a time abort XLA's host devices.
-    return {name: int(_checksum(array)) for name, array in arrays.items()}
+    types = {name: zlib.crc32(_describe(array).encode()) if typed else 0 for name, array in arrays.items()}
+    return {name: int(_checksum(array)) ^ types[name] for name, array in arrays.items()}
 
 
 @jax.jit
@@ -250,7 +320,7 @@ def _of_all_processes(wrong: str) -> str:
     """The error of the first process that has one."""
     if jax.process_count() == 1:
         return wrong
-    padded = np.frombuffer(wrong.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"), np.uint8)
+    padded = np.frombuffer(wrong.encode(errors="surrogateescape")[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"), np.uint8)
     messages = [
         bytes(message).rstrip(b"\0").decode(errors="replace") for message in multihost_utils.process_allgather(padded)
     ]

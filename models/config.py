@@ -137,7 +137,7 @@ def read(file: Path) -> Given:
       ValueError: no YAML, or no mapping.
     """
     try:
-        found = yaml.load(file.read_text(), _Loader)
+        found = yaml.load(file.read_text("utf-8"), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{file} cannot be read as YAML: {error}") from error
     if found is not None and not isinstance(found, dict):
@@ -151,7 +151,7 @@ def check_unchanged(config: Schedule, file: Path) -> None:
     Raises:
       ValueError: they differ, with all differences named, or the file was edited.
     """
-    text, _, checksum = file.read_text(errors="replace").rpartition(CHECKSUM)
+    text, _, checksum = file.read_text("utf-8", errors="replace").rpartition(CHECKSUM)
     if checksum.strip() != _crc(text):
         raise ValueError(
             f"{file} is not as the run wrote it: its checksum is another. Put it back, or take another folder with "

@@ -104,7 +104,21 @@ class StopSignals:
 def command_to_go_on() -> str:
     """This process's command, with --resume."""
     words = [word for word in sys.argv[1:] if word != "--resume"]
-    return f"python -m models.train {shlex.join(words)} --resume"
+    return " ".join(["python -m models.train", *map(quoted, words), "--resume"])
+
+
+def quoted(word: str) -> str:
+    """A word for a shell, on one line, and in ASCII if the terminal cannot show it: what is pasted is this word."""
+    try:
+        word.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        shown = False
+    else:
+        shown = word.isprintable()
+    if shown:
+        return shlex.quote(word)
+    escaped = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in os.fsencode(word))
+    return f"$'{''.join(escaped)}'"  # as Bash, Zsh and BusyBox read it
 
 
 def kept(steps: list[int] | None) -> str:

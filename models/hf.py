@@ -175,7 +175,7 @@ def save(
     dtype: str = "float32",
     max_bytes: int = 5 * 10**9,
     end: int | None = None,
-    beside: dict[str, str] | None = None,
+    beside: dict[str, str | bytes] | None = None,
 ) -> None:
     """Writes a checkpoint that transformers loads, as one file or several with an index, and SHA256SUMS.
 
@@ -190,7 +190,7 @@ def save(
       dtype: of the tensors.
       max_bytes: approximate size limit of a file.
       end: the token that ends a text, for config.json.
-      beside: further text files by name, such as tokenizer.json.
+      beside: further files by name, such as tokenizer.json; text is UTF-8.
 
     Raises:
       ValueError: an architecture that is not in `MODELS`, or not this model's or like's.
@@ -215,7 +215,7 @@ def save(
         else:
             _save_like(new, pathlib.Path(like), uses, params, architecture, model.config)
         for name, text in (beside or {}).items():
-            (new / name).write_text(text)
+            (new / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
 
 def checkpoint_tensor(uses: list[Use], params: Params) -> np.ndarray:
@@ -248,7 +248,7 @@ def _save_new(folder: pathlib.Path, uses: dict[str, list[Use]], params: Params, 
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         (folder / INDEX).write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n", "utf-8"
         )
 
 

@@ -296,7 +296,7 @@ def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig,
         found |= {"sliding_window": None}
     if end is not None:
         found |= {"eos_token_id": end}
-    (folder / NAME).write_text(json.dumps(found, indent=2) + "\n")
+    (folder / NAME).write_text(json.dumps(found, indent=2) + "\n", "utf-8")
 
 
 def end_token(folder: pathlib.Path) -> int | None:

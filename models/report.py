@@ -67,9 +67,13 @@ class MetricsLog:
                 "curves have a gap."
             )
         self.history = History(rows)
-        self._lines = (file if writes else Path(os.devnull)).open("w")
+        self._lines = (file if writes else Path(os.devnull)).open("w", encoding="utf-8")
         self._lines.writelines(json.dumps(row) + "\n" for row in self.history.rows)
-        self._events = tensorboardX.SummaryWriter(str(out / "tensorboard"), purge_step=first + 1, write_to_disk=writes)
+        self._events = tensorboardX.SummaryWriter(
+            str(out.absolute() / "tensorboard"),  # of a relative path it takes what is before ":" as a protocol
+            purge_step=first + 1,
+            write_to_disk=writes,
+        )
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -100,7 +104,7 @@ class MetricsLog:
 def _rows(file: Path, last: int) -> list[dict[str, Any]]:
     """The readable rows up to step `last`; a killed process may have left half a line."""
     found = {}
-    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
+    for line in file.read_bytes().splitlines() if file.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:

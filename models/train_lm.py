@@ -315,7 +315,7 @@ def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tok
     if architecture is not None:
         start = checkpoint_folder(preset)
         files = [] if start is None else [start / name for name in CHAT_FILES]
-        beside = {file.name: file.read_text() for file in files if file.exists()}
+        beside: dict[str, str | bytes] = {file.name: file.read_bytes() for file in files if file.exists()}
         if isinstance(tokenizer, HuggingFace):
             beside["tokenizer.json"] = tokenizer.source
         hf.save(folder, architecture, model, like=preset.init_from, end=tokenizer.end, beside=beside)

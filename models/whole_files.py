@@ -2,13 +2,16 @@
 
 import contextlib
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 NAME = "SHA256SUMS"
-LINE = re.compile(r"([0-9a-f]{64})  ([^/\\]+)")
+# As sha256sum writes a line: after a backslash the name is escaped, so that it has no line end. " *" is of --binary.
+LINE = re.compile(r"([0-9a-f]{64}) [ *]([^/]+)|\\([0-9a-f]{64}) [ *]((?:[^/\\]|\\[\\nr])+)")
+ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
 
 
 def _sum(file: Path) -> str:
@@ -19,8 +22,22 @@ def _sum(file: Path) -> str:
 def replace(file: Path, text: str) -> None:
     """Writes a file atomically: a killed process leaves the old or the new one."""
     new = file.with_name(f".{file.name}.unfinished")
-    new.write_text(text)
+    new.write_text(text, "utf-8", newline="")
     new.replace(file)
+
+
+def _line(file: Path) -> bytes:
+    name = file.name.translate(str.maketrans(ESCAPES))
+    mark = "" if name == file.name else "\\"
+    return os.fsencode(f"{mark}{_sum(file)}  {name}\n")  # a name is bytes, of any encoding
+
+
+def _entry(line: str) -> tuple[str, str] | None:
+    """(checksum, file name), or None."""
+    found = LINE.fullmatch(line.removesuffix("\r"))
+    if found is None or found[1]:
+        return found and (found[1], found[2])
+    return found[3], re.sub(r"\\.", lambda escape: {to: name for name, to in ESCAPES.items()}[escape[0]], found[4])
 
 
 @contextlib.contextmanager
@@ -35,7 +52,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
     try:
         yield new
         files = sorted(new.iterdir())
-        (new / NAME).write_text("".join(f"{_sum(file)}  {file.name}\n" for file in files))
+        (new / NAME).write_bytes(b"".join(map(_line, files)))
         for file in (new / NAME, *files):
             file.replace(folder / file.name)
     finally:
@@ -52,16 +69,16 @@ def verify(folder: Path) -> None:
     if not sums.exists():
         return
     wrong = []
-    for number, line in enumerate(sums.read_text(errors="replace").splitlines(), 1):
-        entry = LINE.fullmatch(line)
+    for number, line in enumerate(os.fsdecode(sums.read_bytes()).removesuffix("\n").split("\n"), 1):
+        entry = _entry(line)
         if entry is None:
             raise ValueError(
                 f"{sums}, line {number}: {line[:80]!r} is no checksum and file name. Copy the folder again."
             )
-        file = folder / entry[2]
+        file = folder / entry[1]
         if not file.exists():
             wrong.append(f"{file} is missing")
-        elif _sum(file) != entry[1]:
+        elif _sum(file) != entry[0]:
             wrong.append(f"{file} is not what was written: its SHA-256 is another")
     if wrong:
         raise ValueError(

@@ -3,12 +3,14 @@
 Each case is one fault, drawn from a seed: bits flipped, a file cut, removed, emptied or overwritten in part, a folder
 emptied, a writer killed at a random moment. The run must end in the same bits as without the fault, in an earlier
 checkpoint and a line that says so, or in an error of one line that names the file or its folder. Any other end is
-printed, with the seed that repeats it.
+printed, with the seed that repeats it. Folders and files have drawn names, of characters that shells, patterns, formats
+and terminals treat differently.
 """
 
 import collections
 import dataclasses
 import functools
+import os
 import select
 import shutil
 import signal
@@ -36,6 +38,56 @@ ROOT = Path(__file__).parents[1]
 DENSE = dataclasses.replace(of_bytes(layers=2, width=16, heads=2, experts=1, top_k=1, hidden=16), experts=0, top_k=0)
 STEPS = (2, 4, 6)
 SHARES = {"checkpoint": 670, "hf": 300, "run": 20, "kill": 10}  # of a thousand cases
+PARTS = (
+    *(
+        "[x]",
+        "]",
+        "[",
+        "[!a]",
+        "*",
+        "**",
+        "?",
+        "{a,b}",
+        "{}",
+        "{0}",
+        "{",
+        "\\",
+        "\\n",
+        "\\\\",
+        " ",
+        "  ",
+        "%",
+        "%20",
+        "%s",
+    ),
+    *(
+        "~",
+        "$HOME",
+        "${x}",
+        "`x`",
+        "'",
+        '"',
+        "#",
+        "&",
+        ";",
+        "|",
+        "<",
+        ">",
+        "(",
+        "!",
+        ":",
+        "=",
+        ",",
+        "@",
+        "^",
+        "a.b",
+        "...",
+    ),
+    *("-x", "--", ".x", "file:", "gs:", "\n", "\r\n", "\t", "\x1b[31m", "\x7f", "caf\u00e9", "e\u0301", "\u4f60\u597d"),
+    *("\U0001f600", "\u2028", "\u202e", "\u00a0", "\ufeff", "2", ".damaged", ".orbax-checkpoint-tmp", ".unfinished"),
+    *("a" * 50, "a" * 250, "\u00e9" * 120, "\udcff"),
+)
+LONGEST = 255  # bytes of a name
 
 
 class WrongError(Exception):
@@ -59,6 +111,13 @@ def model_of(version: int) -> Decoder:
 
 def bits(tree) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def draw_name(rng: np.random.Generator, end: str = "") -> str:
+    """A name of one to three parts and an end; without bytes that are not UTF-8 where it has an end."""
+    name = "".join(PARTS[part] for part in rng.integers(0, len(PARTS) - bool(end), rng.integers(1, 4)))
+    room = LONGEST - len(os.fsencode(end))
+    return os.fsencode(name)[:room].decode(errors="ignore" if end else "surrogateescape") + end
 
 
 def damage(root: Path, rng: np.random.Generator) -> Path:
@@ -96,9 +155,16 @@ def damage(root: Path, rng: np.random.Generator) -> Path:
 def one_line(error: Exception, *names: Path) -> str:
     """The words of an error that a user gets; they name what was damaged."""
     said = error.message if isinstance(error, typer.BadParameter) else str(error)
-    if len(said.strip().splitlines()) != 1 or not any(str(name) in said for name in names):
-        raise WrongError(f"{type(error).__name__}: {said[:300]!r}") from error
+    if not is_one_line(said, *names):
+        raise WrongError(f"{type(error).__name__}: {said[:600]!r}") from error
     return said
+
+
+def is_one_line(said: str, *names: Path) -> bool:
+    """Whether it is a line that names one of them. Names may have line ends, which the commands escape."""
+    without = functools.reduce(lambda text, name: text.replace(str(name), "NAME"), sorted(names, reverse=True), said)
+    escaped = any(repr(str(name))[1:-1] in said for name in names)  # as Python does in an OSError
+    return len(without.strip().splitlines()) == 1 and (without != said or escaped)
 
 
 def read_checkpoints(folder: Path, finished: set[int], hit: set[int]) -> str:
@@ -128,7 +194,7 @@ def read_checkpoints(folder: Path, finished: set[int], hit: set[int]) -> str:
     if done == max(finished) and not said:
         return "same"
     newest_is_gone = not any((folder / f"{max(finished)}{end}").exists() for end in ("", ".damaged"))
-    if not newest_is_gone and not (said and all(str(folder) in line and len(line.splitlines()) == 1 for line in said)):
+    if not newest_is_gone and not (said and all(is_one_line(line, folder) for line in said)):
         raise WrongError(f"step {done} is read without a word: {said}")
     return "the one before" if said else "the one before, of a folder that is gone"
 
@@ -156,12 +222,13 @@ def hf_case(whole: Path, folder: Path, rng: np.random.Generator) -> str:
 def run_case(whole: Path, folder: Path, rng: np.random.Generator) -> str:
     """A run that is resumed: its own files, or its data, are damaged."""
     shutil.copytree(whole / "run", folder / "run")
-    data = Path(shutil.copy(whole / "data.txt", folder / "data.txt"))
+    original = data_in(whole)
+    data = Path(shutil.copy(original, folder / "data.txt"))
     for step in ("4", "5"):
         shutil.rmtree(folder / "run" / "checkpoints" / step)
     shutil.rmtree(folder / "run" / "checkpoint-hf")
     # Data lies where it lay when the run began: that is a part of the run's settings.
-    original, place = whole / "data.txt", rng.integers(4)
+    place = rng.integers(4)
     if place == 0:
         scratch = folder / "damaged"
         scratch.mkdir()
@@ -241,14 +308,23 @@ CASES: dict[str, Callable[[Path, Path, np.random.Generator], str]] = {
 }
 
 
-def prepare(folder: Path) -> None:
+def data_in(whole: Path) -> Path:
+    """Of the prepared run."""
+    (file,) = (whole / "data").glob("*/*.txt")
+    return file
+
+
+def prepare(folder: Path, seed: int) -> None:
     """What the cases damage copies of."""
+    rng = np.random.default_rng(seed)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         for step in STEPS:
             checkpoints.save(state_of(step), step, heldout=1 / step)
     hf.save(folder / "hf", "LlamaForCausalLM", model_of(0), max_bytes=9_000, beside={"tokenizer.json": "{}"})
-    shutil.copy(ROOT / "LICENSE", folder / "data.txt")
-    train(folder / "run", data=[str(folder / "data.txt")], save_every=EVERY)
+    data = folder / "data" / draw_name(rng, "d") / draw_name(rng, ".txt")
+    data.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "LICENSE", data)
+    train(folder / "run", data=[str(data)], save_every=EVERY)
 
 
 def kinds(cases: int) -> list[str]:
@@ -262,12 +338,15 @@ def run_cases(cases: int, seed: int, whole: Path, say: Callable[[str], None] = p
     """Runs them, and counts how they ended; "WRONG" are those that must not be, each of which is said."""
     counts: collections.Counter[str] = collections.Counter()
     for number, kind in enumerate(kinds(cases)):
+        rng = np.random.default_rng([seed, number])
+        name = f"{draw_name(rng)}/{draw_name(rng)}"
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                outcome = CASES[kind](whole, Path(scratch) / "case", np.random.default_rng([seed, number]))
+                (Path(scratch) / name).parent.mkdir()
+                outcome = CASES[kind](whole, Path(scratch) / name, rng)
             except Exception as error:  # any other error is a traceback that a user would see
-                said = error if isinstance(error, WrongError) else f"{type(error).__name__}: {str(error)[:300]}"
-                say(f"{kind}, seed {seed}, case {number}: {said}")
+                said = error if isinstance(error, WrongError) else f"{type(error).__name__}: {str(error)[:300]!r}"
+                say(f"{kind}, seed {seed}, case {number}, in {name!r}: {said}")
                 outcome = "WRONG"
         counts[f"{kind}: {outcome}"] += 1
     return counts
@@ -282,7 +361,7 @@ def main(
         write_until_killed(writer)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        prepare(Path(scratch))
+        prepare(Path(scratch), seed)
         counts = run_cases(cases, seed, Path(scratch), lambda line: typer.echo(line, err=True))
     for outcome, count in sorted(counts.items()):
         typer.echo(f"{count:6} {outcome}")

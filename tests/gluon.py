@@ -12,7 +12,6 @@ import subprocess
 
 import jax
 import pytest
-import triton
 import triton.backends.nvidia
 
 from jaxops._lib import launch_triton

@@ -33,5 +33,5 @@ def disturbance() -> str:
 def _ask(card: str, query: str) -> list[str]:
     """nvidia-smi's lines; none where it fails."""
     command = ["nvidia-smi", "-i", card, query, "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    answer = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     return [line for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []

@@ -1,6 +1,7 @@
 """Runs another Python program inside this process."""
 
 import pathlib
+import re
 import runpy
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ def run_program(words: Sequence[str]) -> None:
       ProgramError: other words.
     """
     words = list(words)
-    if words and pathlib.Path(words[0]).name.startswith("python"):
+    if words and re.fullmatch(
+        r"python[\d.]*t?(\.exe)?", pathlib.Path(words[0]).name
+    ):  # a program may be python_step.py
         del words[0]
     is_module = words[:1] == ["-m"] and len(words) > 1
     if not is_module and not (words and words[0].endswith(".py")):

@@ -88,7 +88,7 @@ def show_bandwidth(out: Out = _DEFAULT_OUT) -> None:
     found = bandwidth()
     _console().print(found)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "bandwidth.json").write_text(found.to_json())
+    (out / "bandwidth.json").write_text(found.to_json(), "utf-8")
     print(f"wrote {out / 'bandwidth.json'}")
     with contextlib.suppress(ImportError):
         print(f"wrote {found.draw(out / 'bandwidth.png')}")

@@ -103,5 +103,5 @@ def free_bytes(device: Any) -> int:
 def made() -> dict[str, Any]:
     """Versions of JAX and of NVIDIA's driver (None if unknown), and the date."""
     version = pathlib.Path("/sys/module/nvidia/version")
-    driver = version.read_text().strip() if version.is_file() else None
+    driver = version.read_text("utf-8").strip() if version.is_file() else None
     return {"jax": jax.__version__, "driver": driver, "date": datetime.date.today().isoformat()}

@@ -38,7 +38,8 @@ def figure_of(width: float, height: float) -> Any:
 def draw_report(report: Report, file: pathlib.Path) -> pathlib.Path:
     """The step's time by what bounds it, and its kernels under the card's ceilings."""
     figure = figure_of(12, 7.5)
-    figure.suptitle(f"{report.program} on {report.device}: {report.step_us / 1e3:.2f} ms a step")
+    # Names are no mathematics: "$" is in those of cuBLAS' calls, and may be in a program's.
+    figure.suptitle(f"{report.program} on {report.device}: {report.step_us / 1e3:.2f} ms a step", parse_math=False)
     rows = figure.subplots(2, 1, height_ratios=(1, 4.5))
     _draw_times(rows[0], report)
     _draw_roofline(rows[1], report)
@@ -88,7 +89,8 @@ def _draw_roofline(axis: Any, report: Report) -> None:
         if number <= _LABELLED:
             axis.annotate(str(number), (intensity, group.tflops), ha="center", va="center", fontsize=8)
             names.append(f"{number}  {share:4.0%}  {group.name[:34]}")
-    axis.text(1.01, 1.0, "\n".join(names), transform=axis.transAxes, va="top", fontsize=8, family="monospace")
+    named = "\n".join(names)
+    axis.text(1.01, 1.0, named, transform=axis.transAxes, va="top", fontsize=8, family="monospace", parse_math=False)
     if report.ceilings is None or not groups:
         return
     copy = report.ceilings["copy_gbps"] / 1e3  # TFLOP/s at one FLOP a byte

@@ -256,7 +256,7 @@ class Report:
     @classmethod
     def load(cls, file: str | pathlib.Path) -> "Report":
         try:
-            return cls.from_json(pathlib.Path(file).read_text())
+            return cls.from_json(pathlib.Path(file).read_text("utf-8"))
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
 
@@ -300,8 +300,8 @@ class Report:
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / f"{name}.json", folder / f"{name}.txt"]
-        files[0].write_text(self.to_json())
-        files[1].write_text(f"{self}\n")
+        files[0].write_text(self.to_json(), "utf-8")
+        files[1].write_text(f"{self}\n", "utf-8")
         if self.events:
             files.append(self.write_trace(folder / f"{name}.trace.json.gz"))
         with contextlib.suppress(ImportError):

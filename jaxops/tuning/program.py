@@ -22,7 +22,7 @@ def run_recorded(words: Sequence[str], file: pathlib.Path) -> None:
         try:
             run_program(words)
         finally:
-            file.write_text("".join(_line(problem, count) for problem, count in problems.items()))
+            file.write_text("".join(_line(problem, count) for problem, count in problems.items()), "utf-8")
 
 
 def _line(problem: Any, count: int) -> str:
@@ -46,7 +46,7 @@ def problems_of(words: Sequence[str], say: Callable[[str], Any] = print) -> list
         file = pathlib.Path(folder) / "problems.jsonl"
         command = [sys.executable, "-m", "jaxops.tuning", "record", str(file), *words]
         status = subprocess.run(command, check=False).returncode
-        lines = file.read_text().splitlines() if file.exists() else []
+        lines = file.read_text("utf-8").splitlines() if file.exists() else []
     found = [(OPS[line["op"]].problem(**line["problem"]), line["traced"]) for line in map(json.loads, lines)]
     if not found:
         raise ProgramError(f"{' '.join(words)!r} ended with status {status} and made no plan of {', '.join(OPS)}.")

@@ -1,8 +1,10 @@
 """Checkpoints: which are written, kept and read. Runs that are killed are in tests/models/test_launch.py."""
 
 import dataclasses
+import json
 import os
 import shutil
+import zlib
 from pathlib import Path
 
 import jax
@@ -13,6 +15,7 @@ import typer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from models import checkpoints as checkpoints_module
 from models.checkpoints import Checkpoints, checksums, saved_steps
 from models.train_lm import init_state
 from tests.models.interrupted_run import TINY
@@ -129,9 +132,9 @@ def flip(file: Path) -> None:
 
 
 def replace(file: Path, old: str, new: str) -> None:
-    content = file.read_text()
+    content = file.read_text("utf-8")
     assert old in content
-    file.write_text(content.replace(old, new))
+    file.write_text(content.replace(old, new), "utf-8")
 
 
 def remove_all(folder: Path) -> None:
@@ -193,6 +196,161 @@ def test_all_are_damaged(tmp_path):
     ):
         checkpoints.start(arrays())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
+
+
+UNFIT = r"cannot hold checkpoints: .*\. Take another folder with --out\.$"
+NAMES = ["run[1]", "a\\b", "a?*{b}", "$HOME ~ 50%", "-x\n", "caf\u00e9", "\udcff", "x" * 255, "a.orbax-checkpoint-tmp"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_path_is_a_path(name, tmp_path):
+    folder = tmp_path / name / "checkpoints"
+    saved(folder, 2, 4)
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
+    assert os.listdir(tmp_path) == [name]  # noqa: PTH208 - TensorStore made a folder "a" of "a\\b"
+    flip(data_file(folder / "4"))
+    said = []
+    with Checkpoints(folder) as checkpoints:
+        state, done = checkpoints.start(arrays(), said.append)
+    assert done == 2
+    assert_same_bits(state, {**arrays(), "step": jnp.int32(2)})
+    assert said[0].startswith(f"{folder / '4'} is damaged: ")
+
+
+def test_a_relative_path_through_a_link_after_chdir(tmp_path, monkeypatch):
+    (tmp_path / "[real]").mkdir()
+    (tmp_path / "link").symlink_to("[real]")
+    monkeypatch.chdir(tmp_path)
+    with Checkpoints(Path("link/run/")) as checkpoints:
+        monkeypatch.chdir("/")
+        checkpoints.save(arrays(), 2)
+    assert saved_steps(tmp_path / "[real]" / "run") == [2]
+
+
+def test_a_folder_that_cannot_hold_checkpoints_is_an_error_before_the_training(tmp_path, monkeypatch):
+    """Without /proc the libraries misread these names."""
+    monkeypatch.setattr(checkpoints_module, "DESCRIPTORS", tmp_path / "missing")
+    for name in ("run[1]", "a\\b", "\udcff"):
+        folder = tmp_path / name
+        with (
+            Checkpoints(folder) as checkpoints,
+            pytest.raises(
+                typer.BadParameter, match=r"cannot hold checkpoints: .*\. Take another folder with --out\.$"
+            ) as error,
+        ):
+            checkpoints.start(arrays())
+        assert str(error.value).startswith(str(folder))
+        assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["file", "file/checkpoints", "x" * 256])
+def test_no_folder_can_be_there(name, tmp_path):
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(typer.BadParameter, match=UNFIT):
+        Checkpoints(tmp_path / name)
+    assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+def test_what_is_not_found_after_writing_gets_no_name(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(arrays(), 2)
+        checkpoints.wait()
+        monkeypatch.setattr(checkpoints, "_stored", lambda name: {"step": "int32[]"})
+        checkpoints.save(arrays(), 4)
+        with pytest.raises(OSError, match=r"4.*was written, and its arrays are not found there"):
+            checkpoints.wait()
+        assert checkpoints.steps == [2]
+
+
+# Words are hashed with their places and added up: computed by hand, with Python's integers.
+WITHOUT_TYPE = 4242047793
+SUM_OF_0123 = 3221207746  # and the CRC-32 of "float32[4]"
+
+
+def test_sums_of_older_checkpoints_are_read(tmp_path):
+    """They lack TYPED, and their sums do not depend on dtype and shape."""
+    state = {"w": jnp.arange(4.0)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, 2)
+        checkpoints.save(state, 4)
+    for step, change in ((2, 0), (4, 1)):
+        file = tmp_path / str(step) / "_CHECKPOINT_METADATA"
+        whole = json.loads(file.read_bytes())
+        assert whole["custom_metadata"]["checksums"] == {"w": SUM_OF_0123}
+        old = {"checksums": {"w": WITHOUT_TYPE + change}}
+        old["crc32"] = zlib.crc32(json.dumps(old).encode())
+        file.write_text(json.dumps({**whole, "custom_metadata": old}), "utf-8")
+    said = []
+    with Checkpoints(tmp_path) as checkpoints:
+        read, done = checkpoints.start(state, said.append)
+    assert done == 2
+    assert_same_bits(read, state)
+    assert len(said) == 1
+    assert "4 is damaged: the checksum of w is not what was saved" in said[0]
+
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+def test_the_same_numbers_in_another_order_have_another_sum(dtype):
+    rng = np.random.default_rng(0)
+    square = rng.permutation(144).reshape(12, 12).astype(dtype)
+    assert len(set(square.reshape(-1).tolist())) > 20
+    swapped = square.copy()
+    swapped[3, 4], swapped[7, 1] = square[7, 1], square[3, 4]
+    size = np.dtype(dtype).itemsize
+    others = {
+        "itself": square,
+        "transposed": square.T,
+        "rows": square[rng.permutation(12)],
+        "columns": square[:, rng.permutation(12)],
+        "two rows": square[[1, 0, *range(2, 12)]],
+        "halves": np.roll(square, 6, axis=0),
+        "halves of columns": np.roll(square, 6, axis=1),
+        "by one": np.roll(square.reshape(-1), 1).reshape(12, 12),
+        "reversed": square.reshape(-1)[::-1].reshape(12, 12),
+        "reversed rows": square[::-1],
+        "turned": np.rot90(square),
+        "two elements": swapped,
+        "another shape": square.reshape(6, 24),
+        "flat": square.reshape(-1),
+        "an axis more": square[None],
+        "a dtype of the same bytes": square.view({1: np.int8, 2: np.uint16, 4: np.uint32}[size]),
+    }
+    if size > 1:
+        others["byte order"] = square.view(f"u{size}").byteswap().view(dtype)
+    sums = checksums({name: jnp.asarray(array) for name, array in others.items()})
+    assert checksums({"again": jnp.asarray(square.copy())})["again"] == sums["itself"]
+    by_sum = {}
+    for name, each in sums.items():
+        by_sum.setdefault(each, []).append(name)
+    assert [names for names in by_sum.values() if len(names) > 1] == []
+
+
+def test_signs_and_names_count():
+    zero = jnp.zeros((3, 3))
+    sums = checksums({"zero": zero, "minus": -zero, "one minus": zero.at[1, 1].set(-0.0), "nan": zero * jnp.nan})
+    assert len(set(sums.values())) == 4
+    a, b = jnp.arange(6.0).reshape(2, 3), jnp.arange(6.0).reshape(2, 3)[::-1]
+    assert checksums({"a": a, "b": b}) != checksums({"a": b, "b": a})
+
+
+def test_swapped_arrays_are_damage(tmp_path):
+    """Two arrays of equal shape under each other's names, and one transposed, under the checksums of the saved ones."""
+    a, b = jnp.arange(16.0).reshape(4, 4), jnp.arange(16.0, 32).reshape(4, 4)
+    for number, given in enumerate([{"a": b, "b": a}, {"a": a.T, "b": b}, {"a": a, "b": b[::-1]}]):
+        folder = tmp_path / str(number)
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(given, 2)
+            checkpoints.save({"a": a, "b": b}, 4)
+        shutil.copy(folder / "4" / "_CHECKPOINT_METADATA", folder / "2")
+        shutil.rmtree(folder / "4")
+        with (
+            Checkpoints(folder) as checkpoints,
+            pytest.raises(typer.BadParameter, match=r"the checksum of .* is not what was saved"),
+        ):
+            checkpoints.start({"a": a, "b": b})
 
 
 def test_every_bit_counts():

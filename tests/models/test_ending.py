@@ -1,6 +1,7 @@
 """Runs that end early: by a signal, which saves first, and by a full disk. Each says in one line what is kept."""
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -56,6 +57,38 @@ def test_a_signal_saves_first_and_the_run_goes_on_to_the_same_bits(number, whole
     assert model(tmp_path) == model(whole)
 
 
+WORDS = [
+    "a b",
+    "run[1]",
+    "*",
+    "a'b",
+    "$HOME",
+    "`x`",
+    "a\\nb",
+    "a\nb",
+    "\x1b[1m'\\",
+    "\udcff",
+    "caf\u00e9",
+    "~",
+    "",
+    "!x",
+    "#",
+]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_command_to_go_on_can_be_pasted(encoding, monkeypatch):
+    """Bash takes it for the words of this command."""
+    monkeypatch.setattr(sys, "argv", ["train", *WORDS[:1], "--resume", *WORDS[1:]])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    line = ending.command_to_go_on()
+    assert line.isprintable()
+    line.encode(encoding)
+    script = f"python() {{ printf '%s\\0' \"$@\"; }}\n{line}"
+    ran = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
+    assert [os.fsdecode(word) for word in ran.stdout.split(b"\0")] == ["-m", "models.train", *WORDS, "--resume", ""]
+
+
 def test_without_checkpoints_nothing_is_saved(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_lm, "make_step", at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     with pytest.raises(typer.Exit):
@@ -92,7 +125,7 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys):
     def add_to_full(log, done, *given):
         if done == 4:
             log._lines.close()
-            log._lines = Path("/dev/full").open("w")  # noqa: SIM115 - the log closes it
+            log._lines = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115 - the log closes it
         add(log, done, *given)
 
     monkeypatch.setattr(MetricsLog, "add", add_to_full)

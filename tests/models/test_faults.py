@@ -11,7 +11,7 @@ from tests import faults
 @pytest.fixture(scope="module")
 def whole(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
-    faults.prepare(folder)
+    faults.prepare(folder, 3)
     return folder
 
 
@@ -27,7 +27,7 @@ def test_a_hundred(whole):
 
 
 def test_a_checksum_that_says_always_the_same_is_seen(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "checksums", lambda arrays: dict.fromkeys(arrays, 0))
+    monkeypatch.setattr(checkpoints, "checksums", lambda arrays, typed: dict.fromkeys(arrays, 0))
     monkeypatch.setattr(
         checkpoints.Checkpoints,
         "_metadata",

@@ -6,6 +6,7 @@ import itertools
 import json
 import struct
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -214,6 +215,15 @@ def test_a_new_run_begins_a_new_log(tmp_path):
     with MetricsLog(tmp_path, 0) as log:
         assert log.history.rows == []
     assert lines_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["s3:run", "gs:[run]"])
+def test_a_folder_is_no_address(name, tmp_path, monkeypatch):
+    """tensorboardX writes to S3 and Google Cloud."""
+    monkeypatch.chdir(tmp_path)
+    with MetricsLog(Path(name), 0):
+        pass
+    assert len(list((tmp_path / name / "tensorboard").iterdir())) == 1
 
 
 def test_a_damaged_log(toy, tmp_path):

@@ -7,7 +7,7 @@ import jax
 import pytest
 from typer.testing import CliRunner
 
-from jaxops._lib.python_program import ProgramError
+from jaxops._lib.python_program import ProgramError, run_program
 from jaxops.profiling import Report, __main__
 from jaxops.profiling.program import profile_program
 
@@ -81,6 +81,14 @@ def test_too_few_calls(program):
         profile_program([program, "3"], function="nobody")
     with pytest.raises(ProgramError, match="is no Python program"):
         profile_program(["ls"])
+
+
+def test_a_file_may_be_called_like_python(tmp_path, capsys):
+    file = tmp_path / "python_[step].py"
+    file.write_text("import sys; print(sys.argv[1:])", "utf-8")
+    for words in ([], ["python"], ["/usr/bin/python3.12"]):
+        run_program([*words, str(file), "*", "{}"])
+        assert capsys.readouterr().out == "['*', '{}']\n"
 
 
 def invoke(*words):

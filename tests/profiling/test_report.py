@@ -157,6 +157,12 @@ def test_files(tmp_path):
     assert files[3].read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize("program", ["jit_step", "$\\frac{$"])
+def test_names_are_no_mathematics(program, tmp_path):
+    file = report(kernel("__$\\frac{$"), program=program).draw(tmp_path / "a$[b]$.png")
+    assert file.read_bytes()[:4] == b"\x89PNG"
+
+
 def test_compare():
     before = report(kernel("a_1", 100.0), kernel("gone", 10.0), kernel("same", 5.0))
     after = report(kernel("a_7", 150.0), kernel("new", 20.0), kernel("same", 5.0), step_us=420.0)

@@ -42,7 +42,8 @@ def fp8_matmul(
 
     Each tensor is cast in one pass, which writes both layouts where a gradient needs the second one. Accumulation is
     float32. Right for operands whose largest magnitudes are from 2**-92 to 2**112 / K (of a gradient M or N); above
-    that results may be inf or NaN, below it zeros. Differentiable (reverse mode, first order) in lhs and rhs. Deterministic.
+    that results may be inf or NaN, below it zeros. Differentiable (reverse mode, first order) in lhs and rhs.
+    Deterministic.
 
     >>> import jax, jax.numpy as jnp, jaxops
     >>> x, w = jnp.ones((2, 3, 64), jnp.bfloat16), jnp.full((64, 32), 0.5)

@@ -60,6 +60,8 @@ def files(tmp_path_factory) -> Path:
     (folder / "hf").mkdir()  # a checkpoint without its weights, of bytes
     said = json.loads((HF / "llama" / "config.json").read_text()) | {"vocab_size": 256}
     (folder / "hf" / "config.json").write_text(json.dumps(said))
+    (folder / "odd").mkdir()
+    (folder / "odd" / "config.json").write_text(json.dumps(said | {"odd_key": 1}))
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     (folder / "hf" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"word{i}": i for i in range(400)}, unk_token="word0"))
@@ -121,6 +123,11 @@ OWN = {
         "raw_bytes": ("--raw-bytes --data FILES/bytes.bin", lambda s: s.preset.raw_bytes, True),
         "tokenizer": ("--tokenizer FILES/tokenizer.json", WORDS, ("FILES/tokenizer.json", 401)),
         "init_from": ("--init-from FILES/hf", lambda s: (s.preset.init_from, s.model.width), ("FILES/hf", 16)),
+        "ignore_config": (
+            "--init-from FILES/odd --ignore-config odd_key",
+            lambda s: s.preset.ignore_config,
+            ("odd_key",),
+        ),
         "no_pack": ("--no-pack", lambda s: s.preset.pack, False),
     },
     "dit": {
@@ -205,6 +212,11 @@ DRAWN: dict[str, tuple[str, Any, Any]] = {
     "dtype": ("--dtype bfloat16", lambda d: d.dtypes, ("bfloat16", "bfloat16")),
     "limit": ("--limit 64", lambda d: isinstance(d, str) and "more than the limit of 64" in plain(d), True),
     "slots": ("--slots 2", lambda d: d.slots, 2),
+    "ignore_config": (
+        "--ignore-config odd_key",
+        lambda d: isinstance(d, str) and "odd_key: no key of this file" in plain(d),
+        True,
+    ),
 }
 
 

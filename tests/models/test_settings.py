@@ -74,7 +74,8 @@ SETTINGS: dict[type, dict[str, Any]] = {
         "buckets": ("batches", 1, {"pack": False, "context": 32}),
     }
     | dict.fromkeys(
-        ("data", "raw_bytes", "tokenizer", "init_from"), "test_options.py::test_every_option_reaches_the_run"
+        ("data", "raw_bytes", "tokenizer", "init_from", "ignore_config"),
+        "test_options.py::test_every_option_reaches_the_run",
     ),
     DiTPreset: OF_A_SCHEDULE
     | dict.fromkeys(OF_A_STEP, HERE)
@@ -89,6 +90,7 @@ SETTINGS: dict[type, dict[str, Any]] = {
         "data": ("read", "cats"),
         "patch": ("read", 8),
         "longest": ("read", 32),
+        "background": ("read", "black"),
         "sample_steps": ("shown", 3),
         "guidance": ("shown", 1.25),
     },
@@ -103,6 +105,7 @@ SETTINGS: dict[type, dict[str, Any]] = {
         "tokenizer": "test_options.py::test_every_option_reaches_the_run",
         "patch": ("read", 8),
         "longest": ("read", 32),
+        "background": ("read", "black"),
         "illustrated": ("batches", 0.1),
         "captionless": ("batches", 0.9),
         "image_weight": ("program", 3.0),
@@ -319,7 +322,7 @@ def read_by(module, name: str, options, preset, monkeypatch) -> str:
         raise ReadError(repr(given))
 
     monkeypatch.setattr(module, name, stop)
-    given = [f"{key}={getattr(preset, key)}" for key in ("data", "patch", "longest", "seed")]
+    given = [f"{key}={getattr(preset, key)}" for key in ("data", "patch", "longest", "background", "seed")]
     with pytest.raises(typer.BadParameter) as ended:
         module.run(options(set=given))
     assert isinstance(ended.value.__cause__, ReadError)

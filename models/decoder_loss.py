@@ -19,10 +19,9 @@ def loss_fn(model: Decoder, batch: Batch, packed: bool = True) -> tuple[jax.Arra
     Not counted: padding, predictions across the end of a document, and those that `Batch.scored` leaves out.
 
     Args:
-      packed: whether a row may hold several documents, which then do not attend to each other. Otherwise attention
-        needs no mask: padding is at the end.
+      packed: as of `Decoder.hidden`.
     """
-    x, routed = model.hidden(batch.tokens.astype(jnp.int32), batch.documents if packed else None)
+    x, routed = model.hidden(batch.tokens.astype(jnp.int32), batch.documents, packed=packed)
     targets = batch.targets.astype(jnp.int32).ravel()
     logits = functools.partial(model.logits, last=model.last_layer())
     losses = cross_entropies(logits, model.config.vocab, x.reshape(-1, x.shape[-1]), targets)

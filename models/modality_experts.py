@@ -112,11 +112,8 @@ class ModalityExperts(nnx.Module):
         routing = route_by_modality(
             *logits, of_image, in_document, devices, k=c.top_k, normalize=c.normalize, backend=c.backend
         )
-        experts = (c.text_experts + c.image_experts) // devices
         if self.sharded:
-            routing = routing.own(experts, EXPERTS)
-        else:  # without the groups of rows outside of documents
-            routing = dataclasses.replace(routing, group_offsets=routing.group_offsets[: experts + 1])
+            routing = routing.own((c.text_experts + c.image_experts) // devices, EXPERTS)
         units = [Units(side.gate[...], side.up[...], side.down[...]) for side in (self.text, self.image)]
         dtype = jnp.dtype(c.dtype)
         out_dtype = jnp.float32 if self.sharded else dtype
@@ -133,7 +130,7 @@ class ModalityExperts(nnx.Module):
             jnp.sum(jnp.where(own[:, None], jax.nn.softmax(x), 0), 0) for x, own in zip(logits, mine, strict=True)
         ]
         rows = jnp.stack([jnp.sum(own, dtype=jnp.float32) for own in mine])
-        return Counts(jnp.concatenate(scores), rows, load[: self.config.text_experts + self.config.image_experts])
+        return Counts(jnp.concatenate(scores), rows, load)
 
 
 def route_by_modality(
@@ -141,19 +138,18 @@ def route_by_modality(
 ) -> jaxops.Routing:
     """A `jaxops.Routing` of all rows: each chooses among the experts of its modality.
 
-    With several devices their experts are device by device, on each one text's first. The last k groups, which no
-    expert has, take the rows outside of documents.
+    With several devices their experts are device by device, on each one text's first. Rows outside of documents choose
+    none.
 
     Args:
       text, image: logits [T, experts].
     """
-    T, k = text.shape[0], how["k"]
-    outside = jnp.where(in_document[:, None], -jnp.inf, jnp.zeros((T, k)))
+    T = text.shape[0]
     logits = [
-        jnp.where((in_document & mine)[:, None], some, -jnp.inf).reshape(T, devices, -1)
+        jnp.where(mine[:, None], some, -jnp.inf).reshape(T, devices, -1)
         for some, mine in ((text, ~of_image), (image, of_image))
     ]
-    return jaxops.route(jnp.concatenate([jnp.concatenate(logits, axis=2).reshape(T, -1), outside], axis=1), **how)
+    return jaxops.route(jnp.concatenate(logits, axis=2).reshape(T, -1), mask=in_document, **how)
 
 
 def split_by_modality(of_experts: jax.Array, text_experts: int, devices: int) -> tuple[jax.Array, jax.Array]:

@@ -225,7 +225,7 @@ def objective(preset: Preset, packed: bool, model: Decoder, batch: Batch, key: j
     if routed is None:
         return loss, Measured(loss)
     balance = jnp.mean(routed.aux_loss)
-    load = routed.load / jnp.sum(routed.load, axis=1, keepdims=True)
+    load = routed.load / jnp.maximum(jnp.sum(routed.load, axis=1, keepdims=True), 1)
     return loss + preset.balance_weight * balance, Measured(loss, balance, load)
 
 

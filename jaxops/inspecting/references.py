@@ -155,7 +155,7 @@ def _route(a: Given) -> Any:
     spec = Spec(k, a["score"], a["normalize"], a["weight_scale"], *groups, capacity)
     if not T:
         return in_float32(route.route, a)  # the reference's losses are means of nothing
-    return route_reference(spec, a["logits"], a["selection_bias"])
+    return route_reference(spec, a["logits"], a["selection_bias"], a["mask"])
 
 
 def _mlp(a: Given) -> jax.Array:

@@ -25,7 +25,7 @@ from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.nn.router import Router
 from jaxops.ops.moe_mlp import moe_mlp
 from jaxops.ops.route import Routing
-from jaxops.parallel import add_own_rows, gather_pieces
+from jaxops.parallel import add_own_rows, gather_parts, gather_pieces
 
 
 class MoE(nnx.Module):
@@ -73,9 +73,9 @@ class MoE(nnx.Module):
       num_experts: experts E, of all devices together.
       in_features: columns of x and of the result.
       hidden_features: width of an expert.
-      router: a `jaxops.nn.Router`, or another module or function from tokens [T, in_features] to a `jaxops.Routing`. A
-        class, or a `functools.partial` of one, is called with (in_features, num_experts, rngs=rngs), so that
-        `flax.nnx.bridge.to_linen` makes a new router from each key.
+      router: a `jaxops.nn.Router`, or another module or function from tokens [T, in_features] (and mask=[T], where a
+        call has a mask) to a `jaxops.Routing`. A class, or a `functools.partial` of one, is called with (in_features,
+        num_experts, rngs=rngs), so that `flax.nnx.bridge.to_linen` makes a new router from each key.
       activation: of the gate, as in `jaxops.grouped_glu`.
       expert_axis: None, or the mesh axis over which the experts are split, or several in order.
       gather_tokens: whether tokens are split over expert_axis, too. They are gathered in dtype, the experts' results
@@ -119,7 +119,7 @@ class MoE(nnx.Module):
             return nnx.Param(kernel_init(rngs.params(), (num_experts, *shape), param_dtype))
 
         sizes = in_features, num_experts
-        self.router: Callable[[jax.Array], Routing] = make_part(router, *sizes, rngs=rngs)
+        self.router: Callable[..., Routing] = make_part(router, *sizes, rngs=rngs)
         if not callable(self.router):
             raise TypeError(f"router={router!r} cannot be called; pass e.g. functools.partial(jaxops.nn.Router, k=2).")
         if isinstance(self.router, Router) and (self.router.in_features, self.router.num_experts) != sizes:
@@ -135,23 +135,30 @@ class MoE(nnx.Module):
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend
         self.recipe, self.pow2_scales = recipe, pow2_scales
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, Routing]:
         """Routes every token, runs the experts over their rows, and adds up each token's results.
 
         Args:
           x: [..., in_features], bfloat16, float16 or float32.
+          mask: [...] bool, which tokens count, as in `jaxops.route`; None for all. The result of another is zeros.
 
         Returns:
           (y [..., in_features] in dtype, the `jaxops.Routing` of the tokens with the leading axes flattened: its
           aux_loss and z_loss are for the training loss, its load for `Router.update_bias`).
 
         Raises:
-          ValueError: x of another shape, a router with another number of experts, a share of the experts that does not
-            fit expert_axis, a call outside of `jax.shard_map` with expert_axis, pieces that are below 1 or
+          ValueError: x or mask of another shape, a router with another number of experts, a share of the experts that
+            does not fit expert_axis, a call outside of `jax.shard_map` with expert_axis, pieces that are below 1 or
             that the layer cannot make.
-          TypeError: dtypes that the kernels do not multiply; the router's result is no `jaxops.Routing`.
+          TypeError: dtypes that the kernels do not multiply; a mask that is not bool; the router's result is no
+            `jaxops.Routing`.
         """
         check_columns(x, self.in_features)
+        if mask is not None:
+            if (shape := getattr(mask, "shape", None)) != x.shape[:-1]:
+                needed = f"a bool array {x.shape[:-1]}, True for each token of x that counts"
+                raise ValueError(f"mask has shape {shape}; it must be {needed}.")
+            mask = mask.reshape(-1)
         gate, up, down = self.gate[...], self.up[...], self.down[...]
         devices = 1
         if self.expert_axis is not None:
@@ -162,7 +169,7 @@ class MoE(nnx.Module):
             found += f"expert_axis={self.expert_axis!r} has {devices} devices"
             raise ValueError(f"{found}: split the first axis of gate, up and down evenly over expert_axis.")
         tokens = x.reshape(-1, self.in_features)
-        parts, routing, routings = self._routed(tokens, dtype, devices)
+        parts, routing, routings = self._routed(tokens, mask, dtype, devices)
         if not isinstance(routing, Routing):
             found = f"a {type(routing).__name__}, not a jaxops.Routing"
             raise TypeError(f"the router returned {found}: take a jaxops.nn.Router, or call jaxops.route on logits.")
@@ -183,7 +190,7 @@ class MoE(nnx.Module):
         return (ys[0] if len(ys) == 1 else jnp.concatenate(ys)).reshape(x.shape), routing
 
     def _routed(
-        self, tokens: jax.Array, dtype: Dtype, devices: int
+        self, tokens: jax.Array, mask: jax.Array | None, dtype: Dtype, devices: int
     ) -> tuple[tuple[jax.Array, ...], Routing, tuple[Routing, ...]]:
         """The tokens that this device's experts see, in pieces; the routing of all of them, and of each piece."""
         axis, router, T = self.expert_axis, self.router, tokens.shape[0]
@@ -194,22 +201,33 @@ class MoE(nnx.Module):
             needed = "gather_tokens=True, and a `Router` without a capacity that does not override `__call__`"
             raise ValueError(f"pieces={self.pieces} needs {needed}: write pieces=1.")
         if not self.gather_tokens:
-            routing = router(tokens)
+            routing = _routing(router, tokens, mask)
             return (tokens.astype(dtype),), routing, (routing,)
         assert axis is not None  # __init__ checks it
         own = tokens.astype(dtype)
+        if mask is not None:
+            mask = gather_parts(mask, axis)
         if scorer is None:
             parts = gather_pieces([own], axis)
-            routing = router(*parts)
+            routing = _routing(router, parts[0], mask)
             return parts, routing, (routing,)
         # Scores are made where the tokens are, and are few bytes: the choice does not wait for tokens.
         ends = _ends(T, self.pieces)
         logits, *parts = gather_pieces([scorer.logits(own), *jnp.split(own, ends)], axis)
-        routing = scorer.choose(logits)
+        routing = scorer.choose(logits, mask)
         if not ends:
             return tuple(parts), routing, (routing,)
         pieces = jnp.split(logits.reshape(devices, T, -1), ends, axis=1)
-        return tuple(parts), routing, tuple(scorer.choose(piece.reshape(-1, self.num_experts)) for piece in pieces)
+        masks = [None] * len(pieces) if mask is None else jnp.split(mask.reshape(devices, T), ends, axis=1)
+        routings = (
+            scorer.choose(piece.reshape(-1, self.num_experts), None if own is None else own.ravel())
+            for piece, own in zip(pieces, masks, strict=True)
+        )
+        return tuple(parts), routing, tuple(routings)
+
+
+def _routing(router: Callable[..., Routing], tokens: jax.Array, mask: jax.Array | None) -> Routing:
+    return router(tokens) if mask is None else router(tokens, mask=mask)
 
 
 def _ends(T: int, pieces: int) -> list[int]:

@@ -11,7 +11,7 @@ from flax.typing import Dtype, Initializer
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops.nn.arguments import check_backend, check_dtypes, check_matrix, check_sizes
-from jaxops.ops.route import Routing, route, router_logits, update_router_bias
+from jaxops.ops.route import Routing, mean_shares, route, router_logits, update_router_bias
 
 
 class RouterBias(nnx.Variable[jax.Array]):
@@ -105,19 +105,21 @@ class Router(nnx.Module):
         names = "k", "score", "normalize", "weight_scale", "expert_groups", "top_expert_groups", "capacity", "backend"
         return {name: getattr(self, name) for name in names}
 
-    def __call__(self, x: jax.Array) -> Routing:
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> Routing:
         """Chooses k experts for each token, and sorts the tokens' rows by expert.
 
         Args:
           x: [T, in_features], bfloat16, float16 or float32.
+          mask: [T] bool, which tokens count, as in `jaxops.route`.
 
         Returns:
           A `jaxops.Routing`, with weights, load and losses.
 
         Raises:
           ValueError: x of another shape, or as `jaxops.route`.
+          TypeError: a mask that is not bool.
         """
-        return self.choose(self.logits(x))
+        return self.choose(self.logits(x), mask)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """The scores before softmax or sigmoid, without selection_bias.
@@ -134,11 +136,25 @@ class Router(nnx.Module):
         check_matrix(x, f"[T, in_features={self.in_features}]", self.in_features)
         return checkpoint_name(router_logits(x, self.kernel[...], backend=self.backend), "router.logits")
 
-    def choose(self, logits: jax.Array) -> Routing:
-        """`jaxops.route` with this router's options and selection_bias: a call is `choose(logits(x))`.
+    def mean_shares(self, logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """Each expert's P in `Routing.aux_loss`, which multiplies it by the experts' shares of the load.
+
+        For balance over several devices: the mean of P over all tokens, and the sum of the devices' load.
+
+        Args:
+          logits, mask: as of `choose`.
+
+        Returns:
+          [num_experts] float32, the mean over the tokens that count of each one's scores over their sum.
+        """
+        return mean_shares(self.score, logits, mask)
+
+    def choose(self, logits: jax.Array, mask: jax.Array | None = None) -> Routing:
+        """`jaxops.route` with this router's options and selection_bias: a call is `choose(logits(x), mask)`.
 
         Args:
           logits: [T, num_experts].
+          mask: as of a call.
 
         Returns:
           As a call.
@@ -147,7 +163,7 @@ class Router(nnx.Module):
           ValueError: as `jaxops.route`.
         """
         bias = None if self.selection_bias is None else self.selection_bias[...]
-        return route(logits, selection_bias=bias, **self._options())
+        return route(logits, selection_bias=bias, mask=mask, **self._options())
 
     def update_bias(self, load: jax.Array, rate: float) -> None:
         """Moves selection_bias once per training step, outside of the gradient, by `jaxops.update_router_bias`.

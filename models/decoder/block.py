@@ -34,13 +34,16 @@ class Block(nnx.Module):
         else:
             self.mlp = GatedUnit(c, c.dense_hidden if dense and c.dense_hidden else c.hidden, rngs=rngs)
 
-    def __call__(self, x: jax.Array, seen: Seen, window: Window) -> tuple[jax.Array, Routed | None, KeysValues]:
+    def __call__(
+        self, x: jax.Array, seen: Seen, window: Window, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, Routed | None, KeysValues]:
         """Also what the router gave, and what `seen.remember` returned.
 
         Args:
+          mask: which of own rows of x choose experts; None for all.
           window: int32 scalar or a number, how many tokens a token sees; None for all.
         """
         mixed, kept = self.attention(normalized(self.attention_norm, x), seen, window)
         x = checkpoint_name(x + mixed, "middle")
-        y, routed = self.mlp(normalized(self.mlp_norm, x))
+        y, routed = self.mlp(normalized(self.mlp_norm, x), mask)
         return x + y, routed, kept

@@ -35,20 +35,28 @@ class Routed(NamedTuple):
         A sum in each layer has nothing beside it in a scan: with the preset 30b and `fsdp=4` on four H200s 1.3 ms a
         layer were exposed (2026-11-26).
 
-        aux_loss is not a mean over devices: it multiplies two means over tokens.
+        aux_loss is not a mean over devices: it multiplies two means over tokens. Devices count different numbers of
+        tokens, which are their means' weights.
         """
-        # Each device of EXPERTS has counted the same tokens.
-        load = lax.psum(self.load, AXES) // lax.axis_size(EXPERTS)
-        shares, z_loss = lax.pmean((self.aux_loss, self.z_loss), AXES)
-        chosen = load / jnp.sum(load, axis=1, keepdims=True)
+        load = lax.psum(self.load, AXES)
+        # 1 where all devices count equally many tokens, so that the mean has the bits of one without weights.
+        weight = lax.axis_size(AXES) * _assignments(self.load) / _assignments(load)
+        shares, z_loss = lax.pmean((weight[:, None] * self.aux_loss, weight * self.z_loss), AXES)
+        load = load // lax.axis_size(EXPERTS)  # each device of EXPERTS has counted the same tokens
+        chosen = load / _assignments(load)[:, None]
         return Routed(load.shape[1] * jnp.sum(chosen * shares, axis=1), z_loss, load)
+
+
+def _assignments(load: jax.Array) -> jax.Array:
+    """Of [layers, experts] the sum over experts, float32; at least 1, to divide by."""
+    return jnp.maximum(jnp.sum(load, axis=1), 1).astype(jnp.float32)
 
 
 class DecoderRouter(Router):
     """A `Router` whose logits may have a bias.
 
-    Sharded, load and z_loss are of the tokens of the device's own mesh axes `EXPERTS`, and aux_loss is [experts], their
-    mean scores, for `Routed.summed`.
+    Sharded, load and z_loss are of the tokens of the device's own mesh axes `EXPERTS`, and aux_loss is `mean_shares` of
+    them, for `Routed.summed`.
     """
 
     def __init__(self, config: DecoderConfig, *, sharded: bool, rngs: nnx.Rngs):
@@ -73,16 +81,9 @@ class DecoderRouter(Router):
         logits = super().logits(x)
         return logits if self.bias is None else logits + self.bias[...][None, :]
 
-    def choose(self, logits: jax.Array) -> jaxops.Routing:
-        routing = super().choose(logits)
-        if not self.sharded:
-            return routing
-        if self.score == "sigmoid":
-            scores = jax.nn.sigmoid(logits)
-            scores = scores / jnp.sum(scores, axis=1, keepdims=True)
-        else:
-            scores = jax.nn.softmax(logits)
-        return dataclasses.replace(routing, aux_loss=jnp.mean(scores, axis=0))
+    def choose(self, logits: jax.Array, mask: jax.Array | None = None) -> jaxops.Routing:
+        routing = super().choose(logits, mask)
+        return dataclasses.replace(routing, aux_loss=self.mean_shares(logits, mask)) if self.sharded else routing
 
 
 class StoredExperts(nnx.Module):
@@ -138,8 +139,9 @@ class Experts(nnx.Module):
             else nnx.data(None)
         )
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, Routed]:
-        y, routing = self.moe(x) if self._fused else self._product_by_product(x)
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, Routed]:
+        """mask: which tokens count, bool, of x's leading axes; None for all. The others choose no experts."""
+        y, routing = self.moe(x, mask) if self._fused else self._product_by_product(x, mask)
         return self._with_shared(x, y), Routed(routing.aux_loss, routing.z_loss, routing.load)
 
     def _with_shared(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -155,13 +157,14 @@ class Experts(nnx.Module):
         c = self.config
         return not c.stored_fp8 and not c.expert_bias and c.clamp is None
 
-    def _product_by_product(self, x: jax.Array) -> tuple[jax.Array, jaxops.Routing]:
+    def _product_by_product(self, x: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jaxops.Routing]:
         """With stored FP8, biases or clamped units, which the layer of jaxops lacks. Stored FP8 of single tokens, as in
         decoding, is one op, which does not quantize them."""
         c, tokens = self.config, x.reshape(-1, x.shape[-1])
+        mask = None if mask is None else mask.ravel()
         if self.sharded:
-            tokens = lax.all_gather(tokens, EXPERTS, tiled=True)
-        routing = self.moe.router(tokens)
+            tokens, mask = lax.all_gather((tokens, mask), EXPERTS, tiled=True)
+        routing = self.moe.router(tokens, mask)
         own = routing.own(c.experts // lax.axis_size(EXPERTS), EXPERTS) if self.sharded else routing
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
         dtype, out_dtype = jnp.dtype(c.dtype), jnp.float32 if self.sharded else jnp.dtype(c.dtype)

@@ -21,7 +21,8 @@ class GatedUnit(nnx.Module):
         self.gate_up: SideBySide | None = nnx.data(None)  # instead of these: `join`
         self.down = linear(hidden, config.width)
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, None]:
+        """mask: as of `Experts`, for which this stands; unused."""
         gate, up = wide(x, self.gate, self.up) if self.gate_up is None else self.gate_up.parts(x)
         gate, up = checkpoint_name(gate, "mlp.gate"), checkpoint_name(up, "mlp.up")
         return narrow(jax.nn.silu(gate) * up, self.down), None

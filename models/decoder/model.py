@@ -20,8 +20,8 @@ from models.decoder.norm import normalized
 from models.decoder.rope import Turns, turns
 from models.decoder.weights import dot_general
 from models.layers import apply_layers, stacked
-from models.mesh import Splits, before_loop, whole_layers, whole_part
-from models.tensor_parallel import attend, devices, embed, wide
+from models.mesh import Splits, before_loop, varying, whole_layers, whole_part
+from models.tensor_parallel import attend, devices, embed, own_rows, wide
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys and values
 Cache = tuple[KeysValues, ...]  # of each layer
@@ -106,13 +106,19 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
         """tokens [B, T], document numbers [B, T] if rows are shared -> logits [B, T, vocab] float32, and `Routed`.
 
-        Documents do not attend to each other, and each one's positions start at 0.
+        Documents do not attend to each other, and each one's positions start at 0. Document -1 is padding: it chooses
+        no experts, and is not in `Routed`.
         """
         x, routed = self.hidden(tokens, documents)
         return self.logits(x), routed
 
-    def hidden(self, tokens: jax.Array, documents: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
+    def hidden(
+        self, tokens: jax.Array, documents: jax.Array | None = None, *, packed: bool = True
+    ) -> tuple[jax.Array, Routed | None]:
         """The input of `logits`, [B, T, width], from the model's inputs; over an axis `tensor` own rows [rows, width].
+
+        Args:
+          packed: whether a row may have several documents. Otherwise attention needs no mask: padding is at the end.
 
         Raises:
           ValueError: cuDNN's attention of documents without max_documents, or of a model that it does not compute; what
@@ -120,13 +126,15 @@ class Decoder(nnx.Module):
         """
         c, T = self.config, tokens.shape[1]
         c.check_tensor(devices())
+        mask = None if documents is None else self._mask(documents)
+        documents = documents if packed else None
         starts = document_starts(jnp.zeros_like(tokens) if documents is None else documents)
         angles = turns(c, positions_in(starts), lengths_of(starts))
         seen = Seen(angles, lambda *own: own, self._attend(starts, documents))
         windows = self._windows(T)
         x, outs = apply_layers(
             self._stacks(),
-            lambda block, x, window: block(x, seen, window)[:2],
+            lambda block, x, window: block(x, seen, window, mask)[:2],
             embed(whole_part(self, "embed"), tokens, c.backend),
             layers=c.stacks(),
             each=windows,
@@ -136,6 +144,13 @@ class Decoder(nnx.Module):
             whole=whole_layers(self, "blocks", "dense_blocks"),
         )
         return x, outs[0].summed() if self.sharded and outs[0] is not None else outs[0]
+
+    def _mask(self, documents: jax.Array) -> jax.Array:
+        """Which of own rows are no padding, of their leading axes."""
+        mask = documents >= 0
+        if devices() > 1:
+            mask = own_rows(mask.ravel())
+        return varying(mask) if self.sharded else mask
 
     def _stacks(self) -> tuple[Block, ...]:
         return (self.blocks,) if self.dense_blocks is None else (self.blocks, self.dense_blocks)

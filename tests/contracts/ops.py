@@ -257,11 +257,19 @@ ROUTING_OPS = [
         large=(({"T": 600_000, "D": 4096, "k": 2, "E": 8, "F": 4096, "N": 4096}, {}),),
     ),
     Op(
-        "route", lambda a, **how: jaxops.route(a["logits"], 3, selection_bias=a["selection_bias"], **ROUTE, **how),
-        lambda d: {"logits": f32(d["T"], 12), "selection_bias": f32(12)}, {"T": 17},
+        "route",
+        lambda a, **how: jaxops.route(
+            a["logits"], 3, selection_bias=a["selection_bias"], mask=a["mask"], **ROUTE, **how
+        ),
+        lambda d: {"logits": f32(d["T"], 12), "selection_bias": f32(12), "mask": jax.ShapeDtypeStruct((d["T"],), bool)},
+        {"T": 17},
         ways_of(lambda run: route.Plan("xla") if run == "xla" else route.Plan("pallas", FWD, BWD)),
-        lambda a: without_tokens(route_reference(Spec(3, normalize=True, **ROUTE), a["logits"], a["selection_bias"])),
-        wrt=("logits", "selection_bias"), local=("logits",),
+        lambda a: without_tokens(
+            route_reference(Spec(3, normalize=True, **ROUTE), a["logits"], a["selection_bias"], a["mask"])
+        ),
+        wrt=("logits", "selection_bias"), local=("logits", "mask"),
+        integers=lambda rng, d: {"mask": rng.random(d["T"]) < 0.7},
+        outside=lambda a: ({"logits": ~a["mask"][:, None]}, [~a["mask"][:, None], None, None]),
         module=route, problem=route.Problem(16384, 64), large=(),
     ),
     Op(

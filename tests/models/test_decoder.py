@@ -17,6 +17,7 @@ from models.decoder.model import within_documents
 from models.decoder_loss import loss_fn
 from models.packing import Batch, Documents, build
 from models.presets import Preset
+from models.train_lm import objective
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.models.test_decoder_parts import model_of
@@ -188,3 +189,44 @@ def test_the_loss_of_long_batches_comes_in_pieces(monkeypatch):
     monkeypatch.setattr(decoder_loss, "LOGITS", 5 * DENSE.vocab)
     for ours, wanted in zip(jax.tree.leaves(gradients()), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=2e-5, atol=1e-6)
+
+
+@functools.cache
+def _routed_and_gradient(packed: bool):
+    """The results of training on rows, as a jitted function of the model's parameters and a batch."""
+    preset = Preset(SPARSE, context=8, batch=2, steps=1, learning_rate=1e-2, warmup_steps=1, eval_every=1)
+    graphdef, params = nnx.split(model_of(SPARSE))
+
+    def loss(params, batch):
+        return objective(preset, packed, nnx.merge(graphdef, params, copy=True), batch, jax.random.key(0))
+
+    return params, jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_padding_is_no_text(packed):
+    """Two documents of 8 and 5 predictions: the balancing loss, load, loss and gradient of the same tokens do not
+    depend on how long the rows are, nor on rows of nothing but padding, which alone give zeros."""
+    drawn = np.random.default_rng(3).integers(1, 31, (2, 9))
+    params, run = _routed_and_gradient(packed)
+
+    def batch(rows: int, length: int, lengths=(8, 5)) -> Batch:
+        made = Batch(*(np.full((rows, length), fill, np.int32) for fill in (0, 0, -1)))
+        for row, (tokens, size) in enumerate(zip(drawn, lengths, strict=True)):
+            made.tokens[row, :size], made.targets[row, :size] = tokens[:size], tokens[1 : size + 1]
+            made.documents[row, :size] = 0
+        return jax.tree.map(put, made)
+
+    (loss, measured), gradient = run(params, batch(2, 8))
+    choices = 13 * SPARSE.top_k * np.asarray(measured.load)
+    np.testing.assert_allclose(choices, np.round(choices), atol=1e-5)  # of 13 tokens, not of 16
+    for rows, length in ((2, 20), (5, 8)):
+        (same, again), also = run(params, batch(rows, length))
+        assert_close(same, loss, "float32")
+        assert_close(again.balance, measured.balance, "float32")
+        np.testing.assert_array_equal(again.load, measured.load)
+        for (path, got), wanted in zip(jax.tree.leaves_with_path(also), jax.tree.leaves(gradient), strict=True):
+            assert_close(got, wanted, "float32", jax.tree_util.keystr(path), scale=5)
+    (loss, measured), gradient = run(params, batch(2, 8, (0, 0)))
+    assert (float(loss), float(measured.balance), np.asarray(measured.load).any()) == (0, 0, False)
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(gradient))

@@ -178,39 +178,43 @@ def over_experts(layer, params, x: jax.Array):
 
 
 X = tokens(T - 2, D)  # an odd number for each of two devices
+MASK = np.arange(T - 2) % 11 < np.where(np.arange(T - 2) < 11, 4, 9)  # 4 of the first device's count, and 9
 
 
 @functools.cache
-def on_one_device():
+def on_one_device(masked: bool):
+    """With a mask of the tokens that count alone."""
     graphdef, params = nnx.split(make())
+    some = np.flatnonzero(MASK) if masked else np.arange(len(X))
 
     def all_experts(params, x):
-        y, routing = nnx.merge(graphdef, params)(x)
-        return y, routing.aux_loss
+        y, routing = nnx.merge(graphdef, params)(x[some])
+        return jnp.zeros_like(x).at[some].set(y), routing.aux_loss
 
     return params, over_experts(all_experts, params, X)
 
 
-@pytest.mark.parametrize("pieces", [None, 1, 2])
-def test_shard_map_over_experts(pieces):
+@pytest.mark.parametrize(("pieces", "masked"), [(None, False), (1, False), (2, False), (None, True), (2, True)])
+def test_shard_map_over_experts(pieces, masked):
     """Each device has a share of the experts, and with pieces of the tokens; 2 pieces do not divide its 11. Results and
-    gradients equal those of one device."""
+    gradients equal those of one device, which with a mask has only the tokens that count."""
     if jax.device_count() < 2:
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
     layer = make(expert_axis="expert", gather_tokens=pieces is not None)
     layer.pieces = pieces or 1
-    (params, want), (graphdef, _) = on_one_device(), nnx.split(layer)
+    (params, want), (graphdef, _) = on_one_device(masked), nnx.split(layer)
     rows = P("expert") if pieces else P()
     specs = jax.tree.map_with_path(
         lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
     )
 
-    def shard(params, x):
-        y, routing = nnx.merge(graphdef, params)(x)
+    def shard(params, x, mask):
+        y, routing = nnx.merge(graphdef, params)(x, mask if masked else None)
         return y, lax.pmean(routing.aux_loss, "expert")
 
-    got = over_experts(jax.shard_map(shard, mesh=mesh, in_specs=(specs, rows), out_specs=(rows, P())), params, X)
+    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(specs, rows, rows), out_specs=(rows, P()))
+    got = over_experts(lambda params, x: sharded(params, x, put(MASK)), params, X)
     for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=5)
 
@@ -384,6 +388,8 @@ def test_errors():
     moe = make()
     with pytest.raises(ValueError, match=r"x has shape \(24, 9\); it must be \[\.\.\., in_features=8\]"):
         moe(jnp.ones((T, D + 1)))
+    with pytest.raises(ValueError, match=r"mask has shape \(24, 1\); it must be a bool array \(24,\), True for each"):
+        moe(jnp.ones((T, D)), jnp.ones((T, 1), bool))
     with pytest.raises(ValueError, match=r"x has shape \(2, 3, 8\).*\[T, in_features=8\].*flatten"):
         moe.router(jnp.ones((2, 3, D)))
     with pytest.raises(ValueError, match=r"no selection_bias to update.*use_bias=True"):

@@ -24,16 +24,18 @@ _MAX_ELEMENTS = 2**31  # of one array: row numbers, and offsets in a kernel, are
 def route(
     logits: jax.Array, k: int, *, score: Literal["softmax", "sigmoid"] = "softmax", normalize: bool = True,
     weight_scale: float = 1.0, selection_bias: jax.Array | None = None, expert_groups: int = 1,
-    top_expert_groups: int = 1, capacity: int | None = None, backend: str = "auto", plan: Plan | None = None,
+    top_expert_groups: int = 1, capacity: int | None = None, mask: jax.Array | None = None, backend: str = "auto",
+    plan: Plan | None = None,
 ) -> Routing:  # fmt: skip
     """Chooses k of E experts for each token, and sorts the chosen rows by expert, as grouped products read them.
 
     Scores are `softmax(logits)` or `sigmoid(logits)`, in float32. A token takes the k experts with the largest
     `scores + selection_bias`, on ties the lower expert. Its weights are the scores of those k, divided by their sum
-    plus 1e-20 (normalize), times weight_scale. Without selection_bias and groups the logits are compared, which have
-    the order of the scores: the choice is then bit-identical on all devices and backends. No host sync; new logits
-    never recompile. Differentiable (reverse mode) in logits through weights, aux_loss and z_loss; the choice has no
-    gradient. Deterministic.
+    (normalize), times weight_scale. Quotients of scores are right for all finite logits, also where float32 has no such
+    small scores; only where all scores are exactly 0 they are 0, as of DeepSeek-V3's code, which adds 1e-20 to a sum.
+    Without selection_bias and groups the logits are compared, which have the order of the scores: the choice is then
+    bit-identical on all devices and backends. No host sync; new logits never recompile. Differentiable (reverse mode)
+    in logits through weights, aux_loss and z_loss; the choice has no gradient. Deterministic.
 
     >>> import jax.numpy as jnp, jaxops
     >>> logits = jnp.array([[2., 0., 1.], [0., 3., 3.], [4., 1., 0.]])  # three tokens, three experts
@@ -57,12 +59,16 @@ def route(
         `scores + selection_bias`.
       capacity: maximum rows of an expert; its first tokens get them. A choice beyond it is dropped: it has no row and
         weight 0. The token's other weights are not normalized again. None drops nothing.
+      mask: [T] bool, which tokens count; None for all. Another token, such as padding, has no row, weights of 0 and the
+        experts 0 to k - 1. It takes no place of a capacity, and is not in load, aux_loss and z_loss. Its logits (NaN,
+        too) change no other token's results; their gradient is 0.
       backend: "auto" takes the Pallas kernels on a GPU, XLA on CPU and TPU; "pallas" (interpreted on a CPU) or "xla"
         runs or raises.
       plan: a `Plan` instead of the tuned or heuristic one.
 
     Returns:
-      A `Routing`. Its losses are means over the tokens of this call (of this device), without any factor; 0 for T = 0.
+      A `Routing`. Its losses are means over the tokens of this call (of this device) that count, without any factor; 0
+      without such tokens.
 
     Raises:
       ValueError: shapes, k, groups or capacity that do not fit, an unknown score or backend.
@@ -103,15 +109,21 @@ def route(
             needed = "selection_bias.astype(jnp.float32). In bfloat16 a step of 0.001 would be lost"
             raise TypeError(f"selection_bias is {dtype}; write {needed}.")
         selection_bias = jax.lax.stop_gradient(selection_bias)
+    if mask is not None:
+        check_array("mask", mask, "a bool array [T]")
+        if (shape := tuple(mask.shape)) != (T,):
+            raise ValueError(f"mask has shape {shape}; it must be [T] = ({T},), True for each token that counts.")
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"mask is {mask.dtype}; it must be bool, True for each token that counts: write mask != 0.")
     # Choosing from all groups needs no groups.
     groups = (1, 1) if top_expert_groups == expert_groups else (expert_groups, top_expert_groups)
-    device = device_of(logits, selection_bias)
+    device = device_of(logits, selection_bias, mask)
     plan = make_plan(Problem(T, E, groups[0]), device, tuned_rows("route", device), backend=backend, plan=plan)
     normalize, weight_scale = check_flag("normalize", normalize), check_number("weight_scale", weight_scale)
     # An expert has at most T rows, since a token chooses it once.
     capacity = None if capacity is None or capacity >= T else int(capacity)
-    spec = Spec(k, score, normalize, weight_scale, *groups, capacity)
-    return _route(spec, plan, *vary_together(logits, selection_bias))
+    spec = Spec(k, score, normalize, weight_scale, *groups, capacity, selection_bias is not None)
+    return _route(spec, plan, *vary_together(logits, selection_bias, mask))
 
 
 def update_router_bias(selection_bias: jax.Array, load: jax.Array, rate: float | jax.Array) -> jax.Array:
@@ -148,33 +160,36 @@ def update_router_bias(selection_bias: jax.Array, load: jax.Array, rate: float |
     return selection_bias + rate * jnp.sign(jnp.mean(load) - load)
 
 
-def _forward(spec: Spec, plan: Plan, logits: jax.Array, selection_bias: jax.Array | None) -> Any:
+Optional = jax.Array | None
+
+
+def _forward(spec: Spec, plan: Plan, logits: jax.Array, selection_bias: Optional, mask: Optional) -> Any:
     if plan.backend == "xla" or logits.shape[0] == 0:
-        return forward_xla(spec, logits, selection_bias)
+        return forward_xla(spec, logits, selection_bias, mask)
     assert plan.fwd is not None  # make_plan fills it
-    return forward_pallas(spec, plan.fwd, logits, selection_bias, interpret=plan.on.interpret)
+    return forward_pallas(spec, plan.fwd, logits, selection_bias, mask, interpret=plan.on.interpret)
 
 
-def _fwd(spec: Spec, plan: Plan, logits: jax.Array, selection_bias: jax.Array | None):
+def _fwd(spec: Spec, plan: Plan, logits: jax.Array, selection_bias: Optional, mask: Optional):
     # One name for the whole Routing: to recompute a part of it takes the whole op.
-    r: Any = checkpoint_name(_route(spec, plan, logits, selection_bias), "route.routing")
-    return r, (logits, partial_routing(experts=r.experts, row_positions=r.row_positions, load=r.load))
+    r: Any = checkpoint_name(_route(spec, plan, logits, selection_bias, mask), "route.routing")
+    return r, (logits, mask, partial_routing(experts=r.experts, row_positions=r.row_positions, load=r.load))
 
 
 def _bwd(spec: Spec, plan: Plan, residuals, d: Routing):
     cotangents = partial_routing(weights=d.weights, aux_loss=d.aux_loss, z_loss=d.z_loss)
-    return _gradient(spec, plan, *residuals, cotangents), None
+    return _gradient(spec, plan, *residuals, cotangents), None, None
 
 
 _route = differentiable(_forward, _fwd, _bwd, static=2)
 
 
-def _backward(spec: Spec, plan: Plan, logits: jax.Array, routing: Routing, cotangents: Routing) -> Any:
+def _backward(spec: Spec, plan: Plan, logits: jax.Array, mask: Optional, routing: Routing, cotangents: Routing) -> Any:
     """The gradient of logits, in their dtype. Both routings are the parts that `_fwd` and `_bwd` keep."""
     if plan.backend == "xla" or logits.shape[0] == 0:
-        return backward_xla(spec, logits, routing, cotangents)
+        return backward_xla(spec, logits, mask, routing, cotangents)
     assert plan.bwd is not None  # make_plan fills it
-    return backward_pallas(spec, plan.bwd, logits, routing, cotangents, interpret=plan.on.interpret)
+    return backward_pallas(spec, plan.bwd, logits, mask, routing, cotangents, interpret=plan.on.interpret)
 
 
 def _plain_backward(spec: Spec, _: Plan, *operands) -> Any:

@@ -11,9 +11,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.launch_pallas import launch_named
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.route.columns_pallas import Columns, Scores, each_choice, each_step, load_column
+from jaxops.ops.route.columns_pallas import Columns, Scores, counted, each_choice, each_step, load_column
 from jaxops.ops.route.plan import TINY, Spec, Tiles
 from jaxops.ops.route.routing import Routing
+from jaxops.ops.route.scores import loss_factors
 
 
 def _bwd_kernel(ref: dict, *, spec: Spec, tile: Tiles):
@@ -21,12 +22,16 @@ def _bwd_kernel(ref: dict, *, spec: Spec, tile: Tiles):
     columns = Columns(E)
     experts, shape = columns.experts, (tile.step, columns.width)
     one = jnp.zeros((1, 1), jnp.int32)
-    load = columns.load_vector(ref["load"], 0).astype(jnp.float32)
-    dshare = plgpu.load(ref["daux"].at[one]) * (E / (T * T * k)) * load
-    dz = plgpu.load(ref["dz"].at[one]) * (2 / T)
+    load = columns.load_vector(ref["load"], 0)
+    tokens = jnp.sum(load, axis=1, keepdims=True, dtype=jnp.int32) // k if "mask" in ref else None
+    of_aux, of_z = loss_factors(T, E, k, tokens)
+    dshare = plgpu.load(ref["daux"].at[one]) * of_aux * load.astype(jnp.float32)
+    dz = plgpu.load(ref["dz"].at[one]) * (2 * of_z)
 
-    def body(row, row_in, carry):
-        found = Scores.of(columns.load(ref["logits"], row, row_in), spec)
+    def body(row, exists, carry):
+        row_in = counted(ref, row, exists)
+        logits = columns.load(ref["logits"], row, row_in)
+        found = Scores.of(logits, spec)
 
         def add_choice(j, carry):
             dweights, member = carry
@@ -37,20 +42,35 @@ def _bwd_kernel(ref: dict, *, spec: Spec, tile: Tiles):
             return jnp.where(column, dweight, dweights), member | column
 
         dweights, member = each_choice(k, add_choice, (jnp.zeros(shape, jnp.float32), jnp.full(shape, False)))
-        dscores = dweights * spec.weight_scale
+        dscores, direct = dweights * spec.weight_scale, None
+
+        def through(dvalues, values, small):
+            """Splits a gradient of values: that of the scores, and that of the logits where values are not scores."""
+            found = 0.0 if direct is None else direct
+            return jnp.where(small, 0.0, dvalues), found + jnp.where(small, dvalues * values, 0.0)
+
         if spec.normalize:
             # A dropped choice has weight 0, but its score is in the sum that normalizes the others.
-            sums = jnp.sum(jnp.where(member, found.scores, 0.0), axis=1, keepdims=True) + TINY
-            mean = jnp.sum(dscores * found.scores, axis=1, keepdims=True) / sums
+            values, small = found.summable(found.scores, jnp.where(member, logits, -jnp.inf), spec)
+            sums = jnp.sum(jnp.where(member, values, 0.0), axis=1, keepdims=True) + TINY
+            mean = jnp.sum(dscores * values, axis=1, keepdims=True) / sums
             dscores = jnp.where(member, (dscores - mean) / sums, 0.0)
+            if small is not None:
+                dscores, direct = through(dscores, values, small)
         if spec.score == "softmax":
             dscores = dscores + dshare
             mean = jnp.sum(found.softmax * dscores, axis=1, keepdims=True)
             dlogits = found.softmax * (dscores - mean + dz * found.logsumexp)
         else:
-            dscores = dscores + (dshare - jnp.sum(found.share * dshare, axis=1, keepdims=True)) / found.total
+            dvalues = (dshare - jnp.sum(found.share * dshare, axis=1, keepdims=True)) / found.total
+            dvalues, direct = through(dvalues, found.values, found.small)
+            dscores = dscores + dvalues
             dlogits = dscores * found.scores * (1 - found.scores) + found.softmax * (dz * found.logsumexp)
-        columns.store(ref["dlogits"], row, row_in, dlogits)
+        if direct is not None:
+            dlogits = dlogits + direct
+        if "mask" in ref:
+            dlogits = jnp.where(row_in, dlogits, 0.0)
+        columns.store(ref["dlogits"], row, exists, dlogits)
         return carry
 
     each_step(pl.program_id(0), tile, T, body, 0)
@@ -58,11 +78,13 @@ def _bwd_kernel(ref: dict, *, spec: Spec, tile: Tiles):
 
 @traced_once("spec", "tile", "interpret")
 def backward_pallas(
-    spec: Spec, tile: Tiles, logits: jax.Array, routing: Routing, cotangents: Routing, *, interpret: bool
-) -> jax.Array:
+    spec: Spec, tile: Tiles, logits: jax.Array, mask: jax.Array | None, routing: Routing, cotangents: Routing, *,
+    interpret: bool,
+) -> jax.Array:  # fmt: skip
     """The gradient of logits [T, E], in their dtype. T > 0."""
-    operands = {"logits": logits, "experts": routing.experts, "load": routing.load, "dweights": cotangents.weights}
-    operands |= {"daux": cotangents.aux_loss.reshape(1), "dz": cotangents.z_loss.reshape(1)}
+    operands: dict = {"logits": logits, "mask": mask, "experts": routing.experts, "load": routing.load}
+    d = cotangents
+    operands |= {"dweights": d.weights, "daux": d.aux_loss.reshape(1), "dz": d.z_loss.reshape(1)}
     if spec.capacity is not None:
         operands["row_positions"] = routing.row_positions
     kernel, out = functools.partial(_bwd_kernel, spec=spec, tile=tile), out_struct(logits.shape, logits.dtype, logits)

@@ -9,6 +9,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.powers import power_of_2
 from jaxops.ops.route.plan import TINY, Spec, Tiles
+from jaxops.ops.route.scores import summable
 
 _VECTOR = 4  # neighbouring experts in one load of a thread: 16 bytes of float32
 _MAX_UNROLLED = 8  # choices per token up to which a loop over them is unrolled: all loads are in flight at once
@@ -97,19 +98,27 @@ def each_step(pid: jax.Array, tile: Tiles, T: int, body, carry):
     return step(0, carry) if tile.step == tile.rows else lax.fori_loop(0, tile.rows // tile.step, step, carry)
 
 
+def counted(ref: dict, row: jax.Array, exists: jax.Array) -> jax.Array:
+    """[rows, 1] bool: which of the tokens row [rows, 1] that exist count."""
+    return plgpu.load(ref["mask"].at[row], mask=exists, other=False) if "mask" in ref else exists
+
+
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """Scores of a program's tokens; 0 in columns of padding.
 
     Attributes:
       softmax, scores: [rows, width], softmax of the logits; the scores that the weights are made of.
-      share: [rows, width], scores / total.
+      values, small: as of `summable`; for softmax the scores and None.
+      share: [rows, width], values / total.
       top, exps: [rows, 1], the largest logit, and the sum of exp(logits - top).
-      total: [rows, 1], the sum of the scores plus TINY; 1 for softmax.
+      total: [rows, 1], the sum of the values plus TINY; 1 for softmax.
     """
 
     softmax: jax.Array
     scores: jax.Array
+    values: jax.Array
+    small: jax.Array | None
     share: jax.Array
     top: jax.Array
     exps: jax.Array
@@ -122,10 +131,11 @@ class Scores:
         exps = jnp.sum(softmax, axis=1, keepdims=True)
         softmax = softmax / exps
         if spec.score == "softmax":
-            return cls(softmax, softmax, softmax, top, exps, jnp.ones_like(top))
+            return cls(softmax, softmax, softmax, None, softmax, top, exps, jnp.ones_like(top))
         scores = jax.nn.sigmoid(logits)
-        total = jnp.sum(scores, axis=1, keepdims=True) + TINY
-        return cls(softmax, scores, scores / total, top, exps, total)
+        values, small = summable(scores, logits, top, jax.nn.sigmoid(top))
+        total = jnp.sum(values, axis=1, keepdims=True) + TINY
+        return cls(softmax, scores, values, small, values / total, top, exps, total)
 
     @property
     def logsumexp(self) -> jax.Array:
@@ -135,6 +145,14 @@ class Scores:
     def score_of(self, logits: jax.Array, spec: Spec) -> jax.Array:
         """The scores of some logits of these tokens."""
         return jnp.exp(logits - self.top) / self.exps if spec.score == "softmax" else jax.nn.sigmoid(logits)
+
+    def summable(self, scores: jax.Array, logits: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array | None]:
+        """`summable` of the chosen experts' scores; logits are -inf for the others. None for no token."""
+        if not spec.biased and spec.score == "softmax":
+            return scores, None  # the largest score is at least 1 / E
+        # Without a bias the largest one is chosen (with groups, one of half its size).
+        top = jnp.max(logits, axis=1, keepdims=True) if spec.biased else self.top
+        return summable(scores, logits, top, self.score_of(top, spec))
 
 
 def each_choice(k: int, body, carry):

@@ -15,10 +15,10 @@ from jaxops._lib.launch_pallas import launch_named
 from jaxops._lib.manual_axes import out_struct
 from jaxops._lib.powers import power_of_2
 from jaxops._lib.traced_once import traced_once
-from jaxops.ops.route.columns_pallas import Columns, Scores, each_choice, each_step, load_column
-from jaxops.ops.route.keys import GONE, keys_of
+from jaxops.ops.route.columns_pallas import Columns, Scores, counted, each_choice, each_step, load_column
 from jaxops.ops.route.plan import TINY, Spec, Tiles
 from jaxops.ops.route.routing import Routing
+from jaxops.ops.route.scores import GONE, keys_of, loss_factors
 
 # Of the count kernel. 8 columns of 4 bytes are an L2 sector, and few columns per program make many programs; 1,024
 # tiles are one step for 32,768 tokens.
@@ -63,10 +63,11 @@ def _choose(ref: dict, spec: Spec, tile: Tiles, columns: Columns) -> tuple[jax.A
     choice = jnp.arange(power_of_2(k), dtype=jnp.int32)[None, :]
     bias = columns.load_vector(ref["selection_bias"], 0.0) if "selection_bias" in ref else None
 
-    def body(row, row_in, sums):
+    def body(row, exists, sums):
+        row_in = counted(ref, row, exists)
         logits = columns.load(ref["logits"], row, row_in)
         found = Scores.of(logits, spec)
-        biased = found.scores if bias is None else found.scores + bias
+        biased = found.values if bias is None else found.scores + bias
         keys = keys_of(logits if bias is None else biased)
         if not columns.full:
             keys = jnp.where(columns.inside, keys, GONE)
@@ -79,13 +80,16 @@ def _choose(ref: dict, spec: Spec, tile: Tiles, columns: Columns) -> tuple[jax.A
             return jnp.where(experts == best, GONE, left), jnp.where(choice == j, best, chosen)
 
         left, chosen = lax.fori_loop(0, k, choose, (keys, jnp.zeros((row.shape[0], power_of_2(k)), jnp.int32)))
-        mask = row_in & (choice < k)
+        mask, stored = row_in & (choice < k), exists & (choice < k)
         chosen_logits = plgpu.load(ref["logits"].at[row, chosen], mask=mask, other=0.0).astype(jnp.float32)
         weights = jnp.where(mask, found.score_of(chosen_logits, spec), 0.0)
         if spec.normalize:
+            values, small = found.summable(weights, jnp.where(mask, chosen_logits, -jnp.inf), spec)
+            weights = values if small is None else jnp.where(mask, values, 0.0)
             weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + TINY)
-        plgpu.store(ref["experts"].at[row, choice], chosen, mask=mask)
-        plgpu.store(ref["weights"].at[row, choice], weights * spec.weight_scale, mask=mask)
+        chosen = jnp.where(row_in, chosen, choice) if "mask" in ref else chosen
+        plgpu.store(ref["experts"].at[row, choice], chosen, mask=stored)
+        plgpu.store(ref["weights"].at[row, choice], weights * spec.weight_scale, mask=stored)
 
         # Not left != keys: XLA, in Pallas' interpreter, may compute the keys twice and round them differently.
         chose = (row_in & (keys != GONE) & (left == GONE)).astype(jnp.int32)
@@ -147,7 +151,9 @@ def _assign(ref: dict, spec: Spec, tile: Tiles, before: jax.Array, load: jax.Arr
     starts = jnp.cumsum(kept, axis=1, dtype=jnp.int32) - kept
     end = jnp.sum(kept, axis=1, keepdims=True, dtype=jnp.int32)
 
-    def body(row, row_in, before):
+    def body(row, exists, before):
+        row_in = counted(ref, row, exists)
+
         def find(j, choice):
             return jnp.where(load_column(ref["experts"], row, row_in, j, -1) == experts, j, choice)
 
@@ -165,10 +171,14 @@ def _assign(ref: dict, spec: Spec, tile: Tiles, before: jax.Array, load: jax.Arr
             dropped = member & (rank >= spec.capacity)
             at = ref["weights"].at[token, jnp.where(dropped, choice, k)]
             plgpu.store(at, jnp.zeros(shape, jnp.float32), mask=dropped)
+        if "mask" in ref:  # no choice of a token that does not count has a row
+            j = jnp.arange(power_of_2(k), dtype=jnp.int32)[None, :]
+            none = jnp.full((tile.step, power_of_2(k)), T * k, jnp.int32)
+            plgpu.store(ref["row_positions"].at[row, j], none, mask=exists & ~row_in & (j < k))
         return before + jnp.sum(member.astype(jnp.int32), axis=0, keepdims=True, dtype=jnp.int32)
 
     each_step(pid, tile, T, body, before)
-    if spec.capacity is not None:
+    if spec.capacity is not None or "mask" in ref:
         # Zeros in the row_indices behind the last expert's rows. Every program looks at an equal part of all rows.
         first = pid * tile.rows * k
         last = first + jnp.arange(power_of_2(tile.rows * k), dtype=jnp.int32)[None, :]
@@ -185,9 +195,11 @@ def _store_losses(ref: dict, load: jax.Array, shares: jax.Array, z: jax.Array) -
     """From sums over all tokens, as `_choose` returns them."""
     (T, k), E = ref["experts"].shape, ref["load"].shape[0]
     one = jnp.zeros((1, 1), jnp.int32)
-    aux_loss = (E / (T * T * k)) * jnp.sum(load.astype(jnp.float32) * shares, axis=1, keepdims=True)
+    tokens = jnp.sum(load, axis=1, keepdims=True, dtype=jnp.int32) // k if "mask" in ref else None
+    factor, of_z = loss_factors(T, E, k, tokens)
+    aux_loss = factor * jnp.sum(load.astype(jnp.float32) * shares, axis=1, keepdims=True)
     plgpu.store(ref["aux_loss"].at[one], aux_loss)
-    plgpu.store(ref["z_loss"].at[one], z * (1 / T))
+    plgpu.store(ref["z_loss"].at[one], z * of_z)
 
 
 def _assign_kernel(ref: dict, *, spec: Spec, tile: Tiles):
@@ -218,8 +230,9 @@ def _one_tile_kernel(ref: dict, *, spec: Spec, tile: Tiles, interpret: bool):
 
 @traced_once("spec", "tile", "interpret")
 def forward_pallas(
-    spec: Spec, tile: Tiles, logits: jax.Array, selection_bias: jax.Array | None, *, interpret: bool
-) -> Routing:
+    spec: Spec, tile: Tiles, logits: jax.Array, selection_bias: jax.Array | None, mask: jax.Array | None, *,
+    interpret: bool,
+) -> Routing:  # fmt: skip
     """T > 0."""
     (T, E), k = logits.shape, spec.k
     tiles, step = pl.cdiv(T, tile.rows), max(16, min(_TILES, power_of_2(pl.cdiv(T, tile.rows))))
@@ -236,7 +249,7 @@ def forward_pallas(
     choices = {"experts": array(T, k), "weights": weights}
     rows = {"row_positions": array(T, k), "row_indices": array(T * k), "group_offsets": array(E + 1)}
     rows |= {"aux_loss": scalar, "z_loss": scalar}
-    operands: dict = {"logits": logits, "selection_bias": selection_bias}
+    operands: dict = {"logits": logits, "selection_bias": selection_bias, "mask": mask}
     # A logit: about 8 for its scores and the losses' sums; in each choice it is compared twice, by key and by number.
     # Then a token and expert: compared with each choice, counted, summed, and placed.
     choosing, assigning = T * E * (8 + 2 * k), T * E * (k + 3)
@@ -253,15 +266,15 @@ def forward_pallas(
         programs, kernel = pl.cdiv(E + 1, _COLUMNS), functools.partial(_count_kernel, step=step)
         # A tile's count is added to the running one and to the total, its sums to the total ones.
         warps, flops = max(1, step // 128), 3 * tiles * E
-        counted = run("count", kernel, operands, out, programs=programs, warps=warps, flops=flops)
+        summed = run("count", kernel, operands, out, programs=programs, warps=warps, flops=flops)
 
-        operands, aliases = {"experts": chosen["experts"], **counted}, {}
+        operands, aliases = {"experts": chosen["experts"], "mask": mask, **summed}, {}
         if spec.capacity is not None:  # dropped choices' weights become 0, in place
             operands["chosen_weights"], rows["weights"] = chosen["weights"], weights
             aliases = {"chosen_weights": "weights"}
         # chosen_weights are not read
-        how = {"aliases": aliases, "bytes_accessed": bytes_of(chosen["experts"], *counted.values(), *rows.values())}
+        how = {"aliases": aliases, "bytes_accessed": bytes_of(chosen["experts"], *summed.values(), *rows.values())}
         assigned = run("place", functools.partial(_assign_kernel, **static), operands, rows, flops=assigning, **how)
-        found = {"weights": chosen["weights"], "experts": chosen["experts"], "load": counted["load"]} | assigned
+        found = {"weights": chosen["weights"], "experts": chosen["experts"], "load": summed["load"]} | assigned
 
     return Routing(**found | {name: found[name].reshape(()) for name in ("aux_loss", "z_loss")})

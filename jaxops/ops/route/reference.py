@@ -3,16 +3,21 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops.ops.route.plan import TINY, Spec
+from jaxops.ops.route.plan import Spec
 from jaxops.ops.route.routing import Routing
 
 
-def route_reference(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None = None) -> Routing:
+def route_reference(
+    spec: Spec, logits: jax.Array, selection_bias: jax.Array | None = None, mask: jax.Array | None = None
+) -> Routing:
     """As `jaxops.route` for T > 0: sorts each token's experts, and counts tokens in matrices of ones and zeros."""
     T, E = logits.shape
     R, capacity = T * spec.k, spec.capacity or T
-    logits = logits.astype(jnp.float32)
-    scores = jax.nn.softmax(logits) if spec.score == "softmax" else jax.nn.sigmoid(logits)
+    mask = jnp.ones(T, bool) if mask is None else mask
+    tokens = jnp.maximum(jnp.sum(mask), 1)
+    logits = jnp.where(mask[:, None], logits.astype(jnp.float32), 0)
+    logs = jax.nn.log_softmax(logits) if spec.score == "softmax" else jax.nn.log_sigmoid(logits)
+    scores = jnp.exp(logs)
 
     def falling(values):
         """Sort keys for descending order; NaN as -inf."""
@@ -26,22 +31,22 @@ def route_reference(spec: Spec, logits: jax.Array, selection_bias: jax.Array | N
     best = jnp.argsort(groups, axis=1, stable=True)[:, : spec.top_expert_groups]
     excluded = jnp.all(best[:, :, None] != jnp.arange(E)[None, None, :] // size, axis=1)
     experts = jnp.lexsort((ranked, excluded), axis=1)[:, : spec.k].astype(jnp.int32)
+    experts = jnp.where(mask[:, None], experts, jnp.arange(spec.k, dtype=jnp.int32)[None, :])
 
-    member = experts[:, :, None] == jnp.arange(E)[None, None, :]  # [T, k, E]
+    member = mask[:, None, None] & (experts[:, :, None] == jnp.arange(E)[None, None, :])  # [T, k, E]
     chosen = member.sum(axis=1)
     load = chosen.sum(axis=0)
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.minimum(load, capacity))]).astype(jnp.int32)
     rank = jnp.take_along_axis(jnp.cumsum(chosen, axis=0) - 1, experts, axis=1)
-    kept = rank < capacity
+    kept = mask[:, None] & (rank < capacity)
     positions = jnp.where(kept, offsets[experts] + rank, R).astype(jnp.int32)
     token = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[:, None], positions.shape)
     indices = jnp.zeros(R + 1, jnp.int32).at[positions].set(token)[:R]
 
-    weights = jnp.take_along_axis(scores, experts, axis=1)
-    if spec.normalize:
-        weights = weights / (weights.sum(axis=1, keepdims=True) + TINY)
-    shares = scores / (scores.sum(axis=1, keepdims=True) + TINY)
-    aux_loss = E * jnp.sum(load / R * shares.mean(axis=0))
-    z_loss = jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)
+    chosen_logs = jnp.take_along_axis(logs, experts, axis=1)
+    weights = jax.nn.softmax(chosen_logs) if spec.normalize else jnp.exp(chosen_logs)
+    shares = jnp.where(mask[:, None], jax.nn.softmax(logs), 0).sum(axis=0) / tokens
+    aux_loss = E * jnp.sum(load / (tokens * spec.k) * shares)
+    z_loss = jnp.sum(jnp.where(mask, jax.nn.logsumexp(logits, axis=1) ** 2, 0)) / tokens
     weights, load = jnp.where(kept, weights * spec.weight_scale, 0), load.astype(jnp.int32)
     return Routing(weights, experts, indices, positions, offsets, load, aux_loss, z_loss)

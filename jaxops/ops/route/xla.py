@@ -4,16 +4,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops.ops.route.keys import GONE, keys_of
 from jaxops.ops.route.plan import TINY, Spec
 from jaxops.ops.route.routing import Routing
+from jaxops.ops.route.scores import GONE, keys_of, loss_factors, summable
 
 
-def forward_xla(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> Routing:
+def forward_xla(
+    spec: Spec, logits: jax.Array, selection_bias: jax.Array | None, mask: jax.Array | None = None
+) -> Routing:
     (T, E), k = logits.shape, spec.k
-    logits = logits.astype(jnp.float32)
+    logits = _counted(logits, mask)
     experts = _choose(spec, logits, selection_bias)
     flat = experts.reshape(-1)
+    if mask is not None:
+        experts = jnp.where(mask[:, None], experts, jnp.arange(k, dtype=jnp.int32)[None, :])
+        flat = jnp.where(mask[:, None], experts, E).reshape(-1)  # behind the rows of all experts
     # Stable: within an expert in the order of tokens, which choose an expert at most once.
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     offsets = jnp.searchsorted(flat[order], jnp.arange(E + 1, dtype=jnp.int32)).astype(jnp.int32)
@@ -21,22 +26,28 @@ def forward_xla(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None)
     row = jnp.arange(T * k, dtype=jnp.int32)
     positions = jnp.zeros_like(order).at[order].set(row, unique_indices=True).reshape(T, k)
     indices = order // k
+    if mask is not None:
+        positions = jnp.where(mask[:, None], positions, T * k)
+        indices = jnp.where(row < offsets[-1], indices, 0)
     if spec.capacity is not None:
         rank = positions - offsets[experts]
+        rank = rank if mask is None else jnp.where(mask[:, None], rank, T)
         offsets = jnp.concatenate([offsets[:1], jnp.cumsum(jnp.minimum(load, spec.capacity), dtype=jnp.int32)])
         positions = jnp.where(rank < spec.capacity, offsets[experts] + rank, T * k)
         token = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[:, None], (T, k))
         indices = jnp.zeros_like(indices).at[positions].set(token, mode="drop")
-    weights, aux_loss, z_loss = _weights_and_losses(spec, logits, experts, positions, load)
+    weights, aux_loss, z_loss = _weights_and_losses(spec, logits, experts, positions, load, mask)
     return Routing(weights, experts, indices, positions, offsets, load, aux_loss, z_loss)
 
 
-def backward_xla(spec: Spec, logits: jax.Array, routing: Routing, cotangents: Routing) -> jax.Array:
+def backward_xla(
+    spec: Spec, logits: jax.Array, mask: jax.Array | None, routing: Routing, cotangents: Routing
+) -> jax.Array:
     """The gradient of logits [T, E], in their dtype."""
 
     def smooth(logits):
         choice = routing.experts, routing.row_positions, routing.load
-        return _weights_and_losses(spec, logits.astype(jnp.float32), *choice)
+        return _weights_and_losses(spec, _counted(logits, mask), *choice, mask)
 
     _, vjp = jax.vjp(smooth, logits)
     return vjp((cotangents.weights, cotangents.aux_loss, cotangents.z_loss))[0]
@@ -52,6 +63,8 @@ def _choose(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> 
         if selection_bias is not None:
             scores = scores + selection_bias[None, :]
             keys = keys_of(scores)
+        elif spec.score == "sigmoid":
+            scores, _, _ = _summable(scores, logits)  # in the same order, also where scores would be 0
         if spec.expert_groups > 1:
             size = E // spec.expert_groups
             grouped = jnp.where(scores == scores, scores, -jnp.inf).reshape(T, spec.expert_groups, size)
@@ -62,34 +75,66 @@ def _choose(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> 
     return lax.top_k(keys, spec.k)[1].astype(jnp.int32)
 
 
+def _counted(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """In float32; zeros for tokens that do not count, so that what they hold reaches no result and no gradient."""
+    logits = logits.astype(jnp.float32)
+    return logits if mask is None else jnp.where(mask[:, None], logits, 0)
+
+
+def _summable(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Also the sums of the first result, [T, 1]."""
+    top, top_score = (jnp.max(x, axis=1, keepdims=True) for x in (logits, scores))
+    values, small = summable(scores, logits, top, top_score)
+    return values, small, jnp.sum(values, axis=1, keepdims=True) + TINY
+
+
 @jax.custom_jvp
-def _over_their_sum(scores: jax.Array) -> jax.Array:
-    """Each row's scores over their sum. JAX's own derivative squares the sum: NaN for scores that underflow."""
-    return scores / (jnp.sum(scores, axis=1, keepdims=True) + TINY)
+def _over_their_sum(scores: jax.Array, logits: jax.Array) -> jax.Array:
+    """Each token's scores of these logits over their sum. JAX's own derivative would square the sum."""
+    values, _, total = _summable(scores, logits)
+    return values / total
 
 
 @_over_their_sum.defjvp
 def _over_their_sum_jvp(primals, tangents):
-    (scores,), (change,) = primals, tangents
-    shares, total = _over_their_sum(scores), jnp.sum(scores, axis=1, keepdims=True) + TINY
+    values, small, total = _summable(*primals)
+    change, change_of_logits = tangents
+    change = jnp.where(small, values * change_of_logits, change)
+    shares = values / total
     return shares, (change - shares * jnp.sum(change, axis=1, keepdims=True)) / total
 
 
+def mean_shares(score: str, logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """[E] float32, the P of `Routing.aux_loss`: the mean over the tokens of each one's scores over their sum."""
+    (T, E), tokens = logits.shape, None if mask is None else jnp.sum(mask, dtype=jnp.int32)
+    _, mean = loss_factors(T, E, 1, tokens)
+    return jnp.sum(_scores_and_shares(score, _counted(logits, mask), mask)[1], axis=0) * mean
+
+
+def _scores_and_shares(score: str, logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Each token's scores, and those over their sum; shares of 0 for tokens that do not count."""
+    shares = scores = jax.nn.softmax(logits)
+    if score == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        shares = _over_their_sum(scores, logits)
+    return scores, shares if mask is None else jnp.where(mask[:, None], shares, 0)
+
+
 def _weights_and_losses(
-    spec: Spec, logits: jax.Array, experts: jax.Array, positions: jax.Array, load: jax.Array
+    spec: Spec, logits: jax.Array, experts: jax.Array, positions: jax.Array, load: jax.Array, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The differentiable part of a Routing, from float32 logits and the choice."""
-    T, E = logits.shape
-    shares = scores = jax.nn.softmax(logits)
-    if spec.score == "sigmoid":
-        scores = jax.nn.sigmoid(logits)
-        shares = _over_their_sum(scores)
+    (T, E), k = logits.shape, spec.k
+    scores, shares = _scores_and_shares(spec.score, logits, mask)
     weights = jnp.take_along_axis(scores, experts, axis=1)
     if spec.normalize:
-        weights = _over_their_sum(weights)
+        weights = _over_their_sum(weights, jnp.take_along_axis(logits, experts, axis=1))
     weights = weights * spec.weight_scale
-    if spec.capacity is not None:
-        weights = jnp.where(positions < T * spec.k, weights, 0)
-    tokens = max(1, T)  # both losses are 0 without tokens
-    aux_loss = (E / (tokens * tokens * spec.k)) * jnp.sum(load.astype(jnp.float32) * jnp.sum(shares, axis=0))
-    return weights, aux_loss, jnp.sum(jax.nn.logsumexp(logits, axis=1) ** 2) / tokens
+    if spec.capacity is not None or mask is not None:
+        weights = jnp.where(positions < T * k, weights, 0)
+    squares = jax.nn.logsumexp(logits, axis=1) ** 2
+    if mask is not None:
+        squares = jnp.where(mask, squares, 0)
+    aux, z = loss_factors(T, E, k, None if mask is None else jnp.sum(load, dtype=jnp.int32) // k)
+    aux_loss = aux * jnp.sum(load.astype(jnp.float32) * jnp.sum(shares, axis=0))
+    return weights, aux_loss, jnp.sum(squares) * z

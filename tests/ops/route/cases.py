@@ -40,6 +40,7 @@ class Variant:
     expert_groups: int = 1
     top_expert_groups: int = 1
     capacity: int | None = None
+    masked: bool = False
     fwd: Tiles = FWD
     bwd: Tiles = BWD
 
@@ -54,6 +55,9 @@ class Variant:
     def bias_of(self, case: dict):
         return case["selection_bias"] if self.selection_bias else None
 
+    def mask_of(self, case: dict):
+        return case["mask"] if self.masked else None
+
 
 # Everything at once: what the contracts are tested with, too, so that it is compiled once.
 DEEPSEEK = Variant(
@@ -62,27 +66,29 @@ DEEPSEEK = Variant(
 
 
 def make_case(variant: Variant, seed: int = 0) -> dict:
-    """logits, selection_bias, and cotangents of weights, aux_loss and z_loss."""
+    """logits, selection_bias, mask, and cotangents of weights, aux_loss and z_loss."""
     rng = np.random.default_rng(seed)
     case = {"logits": put(2 * rng.normal(size=(variant.T, variant.E)), variant.dtype)}
     shapes = {"selection_bias": (variant.E,), "dweights": (variant.T, variant.k), "daux_loss": (), "dz_loss": ()}
     case |= {name: put(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    case["mask"] = put(rng.random(variant.T) < 0.7, bool)
     return case | {"selection_bias": 0.3 * case["selection_bias"]}
 
 
-def apply(variant: Variant, run: str, logits, selection_bias=None) -> Routing:
-    return jaxops.route(logits, variant.k, selection_bias=selection_bias, **variant.options, plan=variant.plan_for(run))
+def apply(variant: Variant, run: str, logits, selection_bias=None, mask=None) -> Routing:
+    how = {"selection_bias": selection_bias, "mask": mask, "plan": variant.plan_for(run)}
+    return jaxops.route(logits, variant.k, **variant.options, **how)
 
 
-def apply_reference(variant: Variant, logits, selection_bias=None) -> Routing:
-    return route_reference(Spec(variant.k, **variant.options), logits, selection_bias)
+def apply_reference(variant: Variant, logits, selection_bias=None, mask=None) -> Routing:
+    return route_reference(Spec(variant.k, **variant.options), logits, selection_bias, mask)
 
 
 def _everything(function, variant: Variant, case: dict) -> tuple[Routing, jax.Array]:
     """(Routing, gradient of logits)"""
 
     def smooth(logits):
-        routing = function(logits, variant.bias_of(case))
+        routing = function(logits, variant.bias_of(case), variant.mask_of(case))
         return tuple(getattr(routing, name) for name in SMOOTH), routing
 
     _, vjp, routing = jax.vjp(smooth, case["logits"], has_aux=True)
@@ -99,16 +105,18 @@ def compiled(run: str, variant: Variant):
     return jax.jit(lambda case: _everything(functools.partial(apply, variant, run), variant, case))
 
 
-def check_rows(routing: Routing, variant: Variant) -> None:
+def check_rows(routing: Routing, variant: Variant, mask=None) -> None:
     """Holds for any logits: every kept choice has its own row; rows are in the order of experts, then tokens."""
     T, k, E = variant.T, variant.k, variant.E
+    counts = np.ones(T, bool) if mask is None else np.asarray(mask)
     r = jax.tree.map(np.asarray, routing)
     assert ((r.experts >= 0) & (r.experts < E)).all()
     assert (np.diff(np.sort(r.experts, axis=1), axis=1) > 0).all(), "a token chose an expert twice"
-    np.testing.assert_array_equal(r.load, np.bincount(r.experts.ravel(), minlength=E))
+    np.testing.assert_array_equal(r.load, np.bincount(r.experts[counts].ravel(), minlength=E))
     np.testing.assert_array_equal(np.diff(r.group_offsets), np.minimum(r.load, variant.capacity or T))
     rows, kept = r.group_offsets[-1], r.row_positions < T * k
     assert r.group_offsets[0] == 0
+    assert not kept[~counts].any()
     np.testing.assert_array_equal(np.sort(r.row_positions[kept]), np.arange(rows))
     assert (r.row_positions[~kept] == T * k).all()
     np.testing.assert_array_equal(r.row_indices[r.row_positions[kept]], np.nonzero(kept)[0])
@@ -130,7 +138,7 @@ def check(case: dict, variant: Variant, run: str) -> tuple[Routing, jax.Array]:
     for name in CHOSEN:
         assert getattr(got, name).dtype == jnp.int32, name
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
-    check_rows(got, variant)
+    check_rows(got, variant, variant.mask_of(case))
     for name in SMOOTH:
         assert getattr(got, name).dtype == jnp.float32, name
         assert_close(getattr(got, name), getattr(want, name), "float32", name)

@@ -81,6 +81,9 @@ ERRORS = {
     "top_expert_groups-none": ({"top_expert_groups": None}, TypeError, r"top_expert_groups is None"),
     "capacity-zero": ({"capacity": 0}, ValueError, r"capacity=0 must be at least 1, or None"),
     "capacity-float": ({"capacity": 1.25}, TypeError, r"capacity is a float.*Python integer"),
+    "mask-shape": ({"mask": np.ones((5, 1), bool)}, ValueError, r"mask has shape \(5, 1\); it must be \[T\] = \(5,\)"),
+    "mask-float": ({"mask": np.ones(5, np.float32)}, TypeError, r"mask is float32; it must be bool.*mask != 0"),
+    "mask-list": ({"mask": [True] * 5}, TypeError, r"mask is a list.*bool array \[T\]"),
     "backend": ({"backend": "triton"}, ValueError, "backend='triton'.*'auto', 'pallas' or 'xla'"),
     "plan-and-backend": (
         {"backend": "pallas", "plan": Plan("xla")},

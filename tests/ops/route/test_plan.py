@@ -47,18 +47,20 @@ KERNEL = "__gpu$xla.gpu.triton"  # the target of its custom call in StableHLO
 
 def lowered(T: int, E: int, k: int, dtype: str = "bfloat16", plan: Plan | None = None, **options) -> list[str]:
     """The kernels of a call's forward and backward, in order; nothing but kernels may stand between them."""
-    has_bias = options.pop("selection_bias", False)
+    has_bias, masked = options.pop("selection_bias", False), options.pop("mask", False)
 
-    def both(logits, selection_bias, dweights):
+    def both(logits, selection_bias, mask, dweights):
+        given = {"selection_bias": selection_bias if has_bias else None, "mask": mask if masked else None}
+
         def smooth(logits):
-            routing = jaxops.route(logits, k, selection_bias=selection_bias if has_bias else None, plan=plan, **options)
+            routing = jaxops.route(logits, k, plan=plan, **given, **options)
             return (routing.weights, routing.aux_loss, routing.z_loss), routing
 
         out, vjp, routing = jax.vjp(smooth, logits, has_aux=True)
         return routing, vjp((dweights, *out[1:]))
 
     s = jax.ShapeDtypeStruct
-    text = lower_for_h200(both, s((T, E), dtype), s((E,), "float32"), s((T, k), "float32"))
+    text = lower_for_h200(both, s((T, E), dtype), s((E,), "float32"), s((T,), "bool"), s((T, k), "float32"))
     names = re.findall(r'"(route_\w+)"', text)
     assert set(re.findall(r"= \"?stablehlo\.(\w+)", text)) == {"custom_call", "reshape"}
     assert text.count(KERNEL) == len(names)
@@ -77,6 +79,8 @@ CALLS = {
     "dsv2": (1000, 160, 6, {"expert_groups": 8, "top_expert_groups": 3, "normalize": False}),
     "odd": (77, 130, 3, {"capacity": 9, "expert_groups": 13, "top_expert_groups": 2, "dtype": "float16"}),
     "one": (1, 1, 1, {"capacity": 1}),
+    "masked": (8192, 160, 6, {"mask": True, "score": "sigmoid", "expert_groups": 8, "top_expert_groups": 3}),
+    "masked-decode": (32, 128, 8, {"mask": True}),
     "all": (33, 70, 70, {}),
     "many": (500, 3000, 4, {"selection_bias": True}),
     "decode": (32, 128, 8, {"dtype": "float32"}),

@@ -31,6 +31,8 @@ VARIANTS = {
     "all-experts": Variant(11, 11, T=9, dtype="bfloat16", score="sigmoid"),  # too many choices to unroll
     "one-tile": dataclasses.replace(DROPPING, fwd=Tiles(64, 64)),
     "one-tile-in-steps": dataclasses.replace(DEEPSEEK, fwd=Tiles(64, 8)),
+    "masked": dataclasses.replace(DEEPSEEK, masked=True),
+    "masked-one-tile": dataclasses.replace(GROUPED, masked=True, fwd=Tiles(64, 8)),
     "one-token-groups-of-one": Variant(5, 3, T=1, expert_groups=5, top_expert_groups=4, selection_bias=True),
 }
 
@@ -90,6 +92,91 @@ def test_scores_that_round_to_equal_numbers(run):
         )
         np.testing.assert_allclose(routing.weights, float(offset > 0), atol=1e-20)
         assert np.isfinite(np.asarray(gradient, np.float32)).all()
+
+
+def smooth_in_float64(logits, experts, score: str, load, scale: float) -> tuple[np.ndarray, float]:
+    """Weights and balancing loss of a choice, by logarithms in numpy."""
+    logs = logits - np.log1p(np.exp(logits)) if score == "sigmoid" else logits
+
+    def quotients(logs):
+        values = np.exp(logs - logs.max(1, keepdims=True))
+        return values / values.sum(1, keepdims=True)
+
+    weights = scale * quotients(np.take_along_axis(logs, experts, 1))
+    return weights, logits.shape[1] * (load / load.sum() @ quotients(logs).mean(0))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("score", "biased"), [("sigmoid", False), ("sigmoid", True), ("softmax", True)])
+def test_scores_below_the_range_of_their_sums(run, score, biased):
+    """Weights add up to weight_scale, and loss and gradient are right, where all (or with a bias all chosen) scores are
+    far below 1e-20. The gradient is that of differences in float64."""
+    variant = Variant(4, 2, T=6, score=score, weight_scale=2.5, selection_bias=biased, fwd=Tiles(4, 2))
+    rng = np.random.default_rng(0)
+    case = make_case(variant) | {"selection_bias": put([9, 9, 0, 0], "float32"), "dz_loss": jnp.float32(0)}
+    for shift in (0, -30, -60, -200):
+        logits = rng.normal(size=(6, 4)) + (np.array([shift, shift, 1, 0]) if biased else shift)
+        logits = logits.astype(np.float32).astype(np.float64)
+        r, gradient = jax.tree.map(np.asarray, compiled(run, variant)(case | {"logits": put(logits, "float32")}))
+        if biased:
+            assert (np.sort(r.experts, axis=1) == [0, 1]).all()
+
+        def loss(logits, choice=r):
+            weights, aux_loss = smooth_in_float64(logits, choice.experts, score, choice.load, 2.5)
+            return np.sum(weights * np.asarray(case["dweights"])) + aux_loss * float(case["daux_loss"])
+
+        weights, aux_loss = smooth_in_float64(logits, r.experts, score, r.load, 2.5)
+        np.testing.assert_allclose(r.weights.sum(1), 2.5, rtol=1e-6)
+        np.testing.assert_allclose(r.weights, weights, rtol=1e-5)
+        np.testing.assert_allclose(r.aux_loss, aux_loss, rtol=1e-5, atol=1e-20)
+        steps = 1e-4 * np.eye(logits.size).reshape(-1, 6, 4)
+        wanted = [(loss(logits + step) - loss(logits - step)) / 2e-4 for step in steps]
+        np.testing.assert_allclose(gradient, np.reshape(wanted, (6, 4)), atol=2e-6)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", ["masked", "masked-one-tile"])
+def test_tokens_that_do_not_count(run, name):
+    """The others are routed as without them, to the bit: NaN in their logits and cotangents reaches nothing."""
+    variant = VARIANTS[name]
+    case = make_case(variant)
+    mask, k = np.asarray(case["mask"]), variant.k
+    logits, dweights = np.array(case["logits"]), np.array(case["dweights"])
+    logits[~mask], logits[np.flatnonzero(~mask)[0]], dweights[~mask] = np.nan, np.inf, np.nan
+    r, gradient = compiled(run, variant)(case | {"logits": put(logits), "dweights": put(dweights)})
+    some = dataclasses.replace(variant, T=int(mask.sum()), masked=False)
+    own = {name: put(np.asarray(case[name])[mask]) for name in ("logits", "dweights")}
+    want, wanted_gradient = compiled(run, some)(case | own)
+    r, gradient, want = jax.tree.map(np.asarray, (r, gradient, want))
+    check_rows(r, variant, mask)
+    for name in ("weights", "experts"):
+        np.testing.assert_array_equal(getattr(r, name)[mask], getattr(want, name))
+    positions = np.where(want.row_positions < some.T * k, want.row_positions, variant.T * k)
+    np.testing.assert_array_equal(r.row_positions[mask], positions)
+    np.testing.assert_array_equal(r.load, want.load)
+    np.testing.assert_array_equal(r.group_offsets, want.group_offsets)
+    np.testing.assert_array_equal(r.experts[~mask], np.tile(np.arange(k), (variant.T - some.T, 1)))
+    assert not r.weights[~mask].any()
+    assert not gradient[~mask].any()
+    np.testing.assert_allclose([r.aux_loss, r.z_loss], [want.aux_loss, want.z_loss], rtol=1e-6)
+    assert_close(gradient[mask], wanted_gradient, "float32", scale=2)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_mask_by_hand(run):
+    """Of four tokens the first and the last count, or none: ones that round to no other expert, so weights are 1."""
+    variant = Variant(3, 1, T=4, masked=True, capacity=1, fwd=Tiles(2, 2))
+    logits = put([[0, 40, 0], [40, 0, 0], [0, 40, 0], [0, 40, 0]], "float32")
+    case = make_case(variant) | {"logits": logits}
+    r, _ = compiled(run, variant)(case | {"mask": put([True, False, False, True])})
+    assert (r.load.tolist(), r.group_offsets.tolist()) == ([0, 2, 0], [0, 0, 1, 1])
+    assert (r.row_positions.ravel().tolist(), r.row_indices.tolist()) == ([0, 4, 4, 4], [0, 0, 0, 0])
+    assert (r.weights.ravel().tolist(), r.experts.ravel().tolist()) == ([1, 0, 0, 0], [1, 0, 0, 1])
+    assert (float(r.aux_loss), float(r.z_loss)) == (3, 1600)
+    r, gradient = compiled(run, variant)(case | {"mask": put([False] * 4)})
+    assert (r.load.tolist(), r.group_offsets.tolist()) == ([0, 0, 0], [0, 0, 0, 0])
+    assert r.row_positions.ravel().tolist() == [4] * 4
+    assert (float(r.aux_loss), float(r.z_loss), np.asarray(gradient).any()) == (0, 0, False)
 
 
 @pytest.mark.parametrize("run", RUNS)

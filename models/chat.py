@@ -131,14 +131,14 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _environment() -> jinja2.Environment:
+def _environment(now: datetime.datetime) -> jinja2.Environment:
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     made.filters["tojson"] = _to_json
     made.globals |= {
         "raise_exception": _raise,
-        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+        "strftime_now": now.strftime,
         "namespace": _Namespace,
         "dict": lambda *args, **given: dict(*args, **given),
     }
@@ -152,15 +152,16 @@ class ChatTemplate:
       source: of the template, in Jinja.
       tokens: the names that it may use for special tokens, such as bos_token.
       file: its name in errors.
+      now: the time that it sees, by default that of this call: one time for all that it renders.
 
     Raises:
       ValueError: the source cannot be parsed.
     """
 
-    def __init__(self, source: str, tokens: dict[str, str], file: str):
+    def __init__(self, source: str, tokens: dict[str, str], file: str, now: datetime.datetime | None = None):
         self._tokens, self._file = tokens, file
         self._has_marks = "endgeneration" in source
-        self._environment = _environment()
+        self._environment = _environment(datetime.datetime.now() if now is None else now)
         try:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -242,8 +243,11 @@ def _with_reasoning(message: Message) -> Message:
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
-def template_of(folder: pathlib.Path) -> ChatTemplate:
+def template_of(folder: pathlib.Path, now: datetime.datetime | None = None) -> ChatTemplate:
     """The chat template of a checkpoint: its chat_template.jinja, or "chat_template" in its tokenizer_config.json.
+
+    Args:
+      now: as of `ChatTemplate`.
 
     Raises:
       ValueError: there is none, or none that is called default, or it cannot be parsed.
@@ -262,7 +266,8 @@ def template_of(folder: pathlib.Path) -> ChatTemplate:
         )
     named = {name: config.get(name) for name in TOKEN_NAMES}
     contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
-    return ChatTemplate(source, {name: text for name, text in contents.items() if isinstance(text, str)}, str(where))
+    texts = {name: text for name, text in contents.items() if isinstance(text, str)}
+    return ChatTemplate(source, texts, str(where), now)
 
 
 class Marked(NamedTuple):

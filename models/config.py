@@ -13,25 +13,23 @@ from typing import Annotated, Any, TypeVar
 
 import pydantic
 import typer
-import yaml
 from flax.traverse_util import flatten_dict
 
+from models import settings_text
 from models.layers import OFFLOADED
 from models.precision import BACKENDS, PRECISIONS
 from models.schedule import AnySchedule, Schedule
+from models.settings_text import Key
+from models.terminal import one_line, show_any_text
 from models.whole_files import replace
 
 Given = dict[str, Any]
 CHECKSUM = "# crc32 of these lines:"
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads 1e-3 and 2.5e3 as numbers, as YAML 1.2 does."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+HINTS = {
+    "bool_type": "; write true or false",
+    "string_type": "; write quotes around a text that looks like something else",
+    "tuple_type": "; write a list, as [a, b]",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,10 @@ class Options:
         typer.Option(metavar="KEY=VALUE", help="A setting of such a file, over the file's: learning_rate=1e-3."),
     ] = None
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of the preset's.")] = None
-    out: Annotated[Path | None, typer.Option(help="Folder of all that the run writes. Default: below runs/.")] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of all that the run writes; holds no other run. Default: a new one in runs/."),
+    ] = None
     seed: Annotated[int | None, typer.Option(help="Of the parameters, the batches and the samples. Default: 0.")] = None
     backend: Annotated[str | None, typer.Option(help="Of jaxops' ops: auto, pallas or xla. Default: auto.")] = None
     precision: Annotated[
@@ -69,7 +70,11 @@ class Options:
         int | None, typer.Option(min=1, help="Steps between checkpoints, in OUT/checkpoints. Default: none is written.")
     ] = None
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from OUT's newest checkpoint, if there is one. Needs --save-every.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint, if there is one, of OUT or the newest run. Needs --save-every.",
+        ),
     ] = False
     stop_within: Annotated[
         float,
@@ -77,6 +82,9 @@ class Options:
             min=1, help="Seconds for saving, after SIGTERM or Ctrl-C. Clusters kill a job about 30 s after SIGTERM."
         ),
     ] = 25.0
+    bad_steps: Annotated[
+        int, typer.Option(min=1, help="End after so many steps in a row whose loss or gradient norm is not finite.")
+    ] = 3
     profile: Annotated[
         bool,
         typer.Option(
@@ -107,7 +115,12 @@ def command(options: type[AnyOptions], run: Callable[[AnyOptions], None]) -> Cal
     """`run` as a command for typer, with an option for each field of a dataclass."""
 
     def main(**given: Any) -> None:
-        run(options(**given))
+        show_any_text()
+        try:
+            run(options(**given))
+        except typer.BadParameter as error:
+            error.message = one_line(error.message)
+            raise
 
     main.__doc__, main.__annotations__ = run.__doc__, typing.get_type_hints(options, include_extras=True)
     main.__dict__["__signature__"] = inspect.signature(options)
@@ -134,15 +147,31 @@ def check_option(option: str, value: str, known: typing.Iterable[str]) -> None:
 def read(file: Path) -> Given:
     """
     Raises:
-      ValueError: no YAML, or no mapping.
+      ValueError: as of `models.settings_text.load`; no settings, or no mapping.
     """
     try:
-        found = yaml.load(file.read_text("utf-8"), _Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        found = settings_text.load(file.read_bytes(), str(file))
+    except OSError as error:
         raise ValueError(f"{file} cannot be read as YAML: {error}") from error
-    if found is not None and not isinstance(found, dict):
-        raise ValueError(f"{file} holds {type(found).__name__}; it must be a mapping, as `learning_rate: 0.001`.")
-    return found or {}
+    if not isinstance(found, dict):
+        holds = "no settings" if found is None else type(found).__name__
+        raise ValueError(f"{file} holds {holds}; it must be a mapping, as `learning_rate: 0.001`.")
+    return found
+
+
+def read_own(file: Path) -> Given:
+    """The settings that a run wrote.
+
+    Raises:
+      ValueError: the file was edited.
+    """
+    text, _, checksum = file.read_text("utf-8", errors="replace").rpartition(CHECKSUM)
+    if checksum.strip() != _crc(text):
+        raise ValueError(
+            f"{file} is not as the run wrote it: its checksum is another. Put it back, or take another folder with "
+            "--out."
+        )
+    return read(file)
 
 
 def check_unchanged(config: Schedule, file: Path) -> None:
@@ -151,13 +180,7 @@ def check_unchanged(config: Schedule, file: Path) -> None:
     Raises:
       ValueError: they differ, with all differences named, or the file was edited.
     """
-    text, _, checksum = file.read_text("utf-8", errors="replace").rpartition(CHECKSUM)
-    if checksum.strip() != _crc(text):
-        raise ValueError(
-            f"{file} is not as the run wrote it: its checksum is another. Put it back, or take another folder with "
-            "--out."
-        )
-    ours, theirs = (flatten_dict(dataclasses.asdict(of), sep=".") for of in (config, resolve(config, read(file))))
+    ours, theirs = (flatten_dict(dataclasses.asdict(of), sep=".") for of in (config, resolve(config, read_own(file))))
     if differing := [
         f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]
     ]:
@@ -169,7 +192,7 @@ def check_unchanged(config: Schedule, file: Path) -> None:
 
 def write(config: Schedule, file: Path) -> None:
     """Writes what `read` reads, and its checksum in a comment."""
-    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    text = settings_text.dump(dataclasses.asdict(config))
     replace(file, f"{text}{CHECKSUM} {_crc(text)}\n")
 
 
@@ -181,7 +204,7 @@ def overlay(below: Given, above: Given) -> Given:
     """Both mappings merged, nested ones too; of two other values the upper one counts."""
     merged = dict(below)
     for key, value in above.items():
-        under = merged.get(key)
+        under = merged.pop(key, None)  # with the key, which says where it stands
         merged[key] = overlay(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
     return merged
 
@@ -194,14 +217,12 @@ def assignments(texts: Sequence[str]) -> Given:
     """
     found: Given = {}
     for text in texts:
-        key, equals, value = text.partition("=")
-        if not (key and equals):
+        name, equals, value = text.partition("=")
+        if not (name.strip() and equals):
             raise ValueError(f"--set {text}: write KEY=VALUE, as learning_rate=1e-3.")
-        try:
-            setting = yaml.load(value, _Loader)
-        except yaml.YAMLError as error:
-            raise ValueError(f"--set {text}: the value cannot be read as YAML: {error}") from error
-        for part in reversed(key.split(".")):
+        setting: Any = settings_text.load(value, f"--set {text}", comments=False)
+        for part in map(Key, reversed(name.strip().split("."))):
+            part.where = f"--set {text}"
             setting = {part: setting}
         found = overlay(found, setting)
     return found
@@ -243,15 +264,23 @@ def resolve(preset: AnySchedule, given: Given) -> AnySchedule:
     try:
         return pydantic.TypeAdapter(type(preset)).validate_json(merged, strict=True, extra="forbid")
     except pydantic.ValidationError as error:
-        raise ValueError("; ".join(_say(preset, wrong) for wrong in error.errors())) from None
+        raise ValueError("; ".join(_say(preset, given, wrong) for wrong in error.errors())) from None
 
 
-def _say(preset: Any, wrong: Any) -> str:
-    key = ".".join(map(str, wrong["loc"]))
+def _say(preset: Any, given: Any, wrong: Any) -> str:
+    key, where = ".".join(map(str, wrong["loc"])), ""
+    for part in wrong["loc"]:
+        found = next((name for name in given if name == part), None) if isinstance(given, dict) else None
+        where, given = (where, None) if found is None else (getattr(found, "where", ""), given[found])
+    named = f"{where}: {key}" if where else key
     if wrong["type"] == "unexpected_keyword_argument":
         for part in wrong["loc"][:-1]:
             preset = getattr(preset, part)
-        return f"{key} is no setting: write one of {', '.join(field.name for field in dataclasses.fields(preset))}"
+        return f"{named} is no setting: write one of {', '.join(field.name for field in dataclasses.fields(preset))}"
     if wrong["type"] == "value_error":
         return str(wrong["ctx"]["error"])
-    return f"{key} is {wrong['input']!r}: {wrong['msg']}"
+    if wrong["type"] == "json_invalid":
+        names = re.findall(r'"[^"]*\\ud[89a-f][^"]*"', wrong["input"])
+        return f"{', '.join(names)} is not UTF-8: give the file or folder another name."
+    hint = "" if isinstance(wrong["input"], list | dict) else HINTS.get(wrong["type"], "")
+    return f"{named} is {wrong['input']!r}: {wrong['msg']}{hint}"

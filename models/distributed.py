@@ -2,7 +2,8 @@
 
 import jax
 import typer
-from rich.console import Console
+
+from models.terminal import Terminal
 
 
 def initialize(coordinator: str | None = None, processes: int | None = None, process_id: int | None = None) -> None:
@@ -33,6 +34,6 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def make_console() -> Console:
+def make_console() -> Terminal:
     """Prints in the first process only. Call it after `initialize`."""
-    return Console(highlight=False, soft_wrap=True, quiet=not is_first())
+    return Terminal(quiet=not is_first())

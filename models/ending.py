@@ -12,6 +12,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -101,9 +102,11 @@ class StopSignals:
         os.close(self._pipe[0])
 
 
-def command_to_go_on() -> str:
-    """This process's command, with --resume."""
+def command_to_go_on(out: Path) -> str:
+    """This process's command, with --resume, and with the folder that it chose without --out."""
     words = [word for word in sys.argv[1:] if word != "--resume"]
+    if not any(word.split("=")[0] == "--out" for word in words):
+        words += ["--out", str(out)]
     return " ".join(["python -m models.train", *map(quoted, words), "--resume"])
 
 
@@ -121,13 +124,13 @@ def quoted(word: str) -> str:
     return f"$'{''.join(escaped)}'"  # as Bash, Zsh and BusyBox read it
 
 
-def kept(steps: list[int] | None) -> str:
-    """The line about the finished checkpoints; None for a run without checkpoints."""
+def kept(steps: list[int] | None, out: Path) -> str:
+    """The line about the finished checkpoints of the run in `out`; None for a run without checkpoints."""
     if steps is None:
         return "Nothing was saved: with --save-every N a run writes checkpoints."
     if not steps:
         return "No checkpoint was finished."
-    return f"The checkpoint of step {steps[-1]} is kept; go on with: {command_to_go_on()}"
+    return f"The checkpoint of step {steps[-1]} is kept; go on with: {command_to_go_on(out)}"
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -140,11 +143,11 @@ def is_full(error: BaseException | None) -> bool:
 
 
 @contextlib.contextmanager
-def in_one_line(steps: Callable[[], list[int] | None], say: Callable[[str], None]) -> Iterator[None]:
+def in_one_line(kept: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
     """A signal or a full disk inside ends the command with a line and an exit code; other errors keep their traceback.
 
     Args:
-      steps: returns the finished checkpoints, None for a run without checkpoints.
+      kept: returns the line about the finished checkpoints.
       say: prints the line.
     """
 
@@ -158,20 +161,20 @@ def in_one_line(steps: Callable[[], list[int] | None], say: Callable[[str], None
             yield
     except (Stopped, KeyboardInterrupt) as stopped:
         number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
-        say(stopped_line(number, steps()))
+        say(stopped_line(number, kept()))
         raise typer.Exit(128 + number) from None
     except Exception as error:
         if not is_full(error):
             raise
-        say(f"No space is left on the disk: free some. {kept(steps())}")
+        say(f"No space is left on the disk: free some. {kept()}")
         raise typer.Exit(1) from None
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
 
 
-def stopped_line(number: int, steps: list[int] | None) -> str:
-    return f"Stopped by {signal.Signals(number).name}. {kept(steps)}"
+def stopped_line(number: int, kept: str) -> str:
+    return f"Stopped by {signal.Signals(number).name}. {kept}"
 
 
 @contextlib.contextmanager

@@ -260,6 +260,8 @@ def run(options: GenerateOptions) -> None:
 
 
 main = command(GenerateOptions, run)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)  # errors as of `models.train`
+app.command()(main)
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -1,21 +1,23 @@
 """The start of a training command: its processes, its devices, and a folder to write to."""
 
 import contextlib
+import datetime
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
+import numpy as np
 import typer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from models import config, device_memory
-from models.checkpoints import saved_steps
+from models import config, device_memory, folders
 from models.config import Options
 from models.distributed import initialize, is_first, make_console
 from models.ending import in_one_line
+from models.finite import NotFinite
 from models.hf_config import read_json
 from models.loop import Run
 from models.mesh import make_mesh
@@ -23,6 +25,7 @@ from models.schedule import Schedule
 from models.whole_files import replace
 
 NAMED = 5  # files, in one error
+ANSWER = 8192  # bytes: twice the longest path
 
 
 def start_processes(options: Options) -> None:
@@ -67,9 +70,16 @@ def devices(mesh: Mesh | None) -> str:
 
 @contextlib.contextmanager
 def ended_in_one_line(run: Run) -> Iterator[None]:
-    """A signal or a full disk inside ends the command, and the line names the kept checkpoint."""
-    with in_one_line(run.finished, run.say):
-        yield
+    """A signal, a full disk or a loss that is not finite ends the command, and the line names the kept checkpoint."""
+    with in_one_line(run.kept, run.say):
+        try:
+            yield
+        except NotFinite as error:
+            run.say(
+                f"{error} The run ends without a model. The same settings compute the same steps again: for others, "
+                f"such as a lower learning_rate, take another folder with --out. {run.kept()}"
+            )
+            raise typer.Exit(1) from None
 
 
 def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, data: Mapping[str, Path]) -> Run:
@@ -77,37 +87,64 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, 
 
     Args:
       chosen: all settings of the run.
-      default: the folder without --out.
+      default: the folder without --out; further runs get -2, -3, ... at its end.
       data: all training files by name.
 
     Raises:
-      typer.BadParameter: the folder has checkpoints of another run, or --resume without --save-every.
-      ValueError: the run to resume had other settings, or other data.
+      typer.BadParameter: --resume without --save-every.
+      ValueError: the folder holds another run, or the run to resume had other settings, or other data.
     """
-    out = default if options.out is None else options.out
-    run = Run(out, make_console(), mesh, options.save_every, options.stop_within, options.profile)
     if options.resume and options.save_every is None:
         raise typer.BadParameter(
             "a run that is resumed writes checkpoints, too: add --save-every N.", param_hint="--resume"
         )
-    saved = saved_steps(run.checkpoints)
-    if saved and not options.resume:
-        raise typer.BadParameter(
-            f"{run.checkpoints} has checkpoints up to step {saved[-1]}: write --resume to go on from there, or take "
-            "another folder with --out.",
-            param_hint="--resume",
-        )
     sums = {} if options.save_every is None else {name: zlib.crc32(file.read_bytes()) for name, file in data.items()}
-    if saved:
-        config.check_unchanged(chosen, out / "config.yaml")
-        check_data(sums, out / "data.json")
+    before = folders.to_resume(options.out, default) if options.resume else None
+    if before is not None:
+        config.check_unchanged(chosen, before / folders.CONFIG)
+        check_data(sums, before / folders.DATA)
     multihost_utils.sync_global_devices("all processes have looked at the folder before one writes to it")
+    out = Path(of_first(lambda: str(before or folders.new(options.out, default, resumes=options.resume))))
+    run = Run(out, make_console(), mesh, options.save_every, options.stop_within, options.profile, options.bad_steps)
+    if options.out is None:
+        run.say(f"writes to {out}/")
     if is_first():
-        out.mkdir(parents=True, exist_ok=True)
-        config.write(chosen, out / "config.yaml")
         if options.save_every is not None:
-            replace(out / "data.json", json.dumps(sums, indent=0) + "\n")
+            replace(out / folders.DATA, json.dumps(sums, indent=0) + "\n")
+        config.write(chosen, out / folders.CONFIG)
     return run
+
+
+def begun(options: Options, default: Path) -> str:
+    """When the run to resume began, or this one, in ISO 8601.
+
+    Raises:
+      ValueError: the settings of the run to resume were edited.
+    """
+    before = folders.to_resume(options.out, default) if options.resume else None
+    given = None if before is None else config.read_own(before / folders.CONFIG).get("date")
+    return given or of_first(lambda: datetime.datetime.now().isoformat(timespec="seconds"))
+
+
+def of_first(find: Callable[[], str]) -> str:
+    """What the first process finds, in all of them.
+
+    Raises:
+      ValueError: the first process's, in all of them.
+    """
+    if jax.process_count() == 1:
+        return find()
+    answer = ""
+    if is_first():
+        try:
+            answer = f"={find()}"
+        except (ValueError, OSError) as error:
+            answer = f"!{error}"
+    padded = np.frombuffer(answer.encode(errors="surrogateescape")[:ANSWER].ljust(ANSWER, b"\0"), np.uint8)
+    answer = bytes(multihost_utils.broadcast_one_to_all(padded)).rstrip(b"\0").decode(errors="surrogateescape")
+    if answer.startswith("!"):
+        raise ValueError(answer[1:])
+    return answer[1:]
 
 
 def check_data(sums: dict[str, int], file: Path) -> None:

@@ -22,9 +22,13 @@ from models import frozen
 from models.checkpoints import Checkpoints, saved_steps
 from models.distributed import is_first
 from models.ending import Stopped, StopSignals, stopped_line
+from models.ending import kept as kept_line
+from models.finite import Watch
+from models.folders import written_by_one
 from models.mesh import collect, constrained, rows_of_process, shard_batch, split_objective
 from models.report import History, MetricsLog
 from models.schedule import Schedule, make_learning_rate, make_optimizer
+from models.terminal import one_line
 
 READ_EVERY = 10
 AHEAD = 2  # batches that are made while a step runs
@@ -252,6 +256,7 @@ class Run:
       save_every: steps between checkpoints in OUT/checkpoints; None for none. The run starts from the newest one.
       stop_within: seconds for saving, after SIGTERM or Ctrl-C.
       profile: whether some of the first steps are profiled, into OUT/profile.
+      bad_steps: so many in a row whose numbers are not finite end the run, as of `models.finite.Watch`.
     """
 
     out: Path
@@ -260,18 +265,19 @@ class Run:
     save_every: int | None = None
     stop_within: float = 25.0
     profile: bool = False
+    bad_steps: int = 3
 
     @property
     def checkpoints(self) -> Path:
         return self.out / "checkpoints"
 
     def say(self, line: str) -> None:
-        """Prints literally: brackets are no markup."""
-        self.console.print(line, markup=False)
+        """Prints one line, whatever the names in it are."""
+        self.console.print(one_line(line))
 
-    def finished(self) -> list[int] | None:
-        """The finished checkpoints; None for a run without checkpoints."""
-        return None if self.save_every is None else saved_steps(self.checkpoints)
+    def kept(self) -> str:
+        """The line about the finished checkpoints."""
+        return kept_line(None if self.save_every is None else saved_steps(self.checkpoints), self.out)
 
     def saves(self, done: int, steps: int) -> bool:
         return self.save_every is not None and (done % self.save_every == 0 or done == steps)
@@ -298,7 +304,7 @@ def train(training: Training, graphdef: nnx.GraphDef, state: TrainState, run: Ru
       The model with the weights that are `kept`, as of `models.mesh.collect`, in evaluation mode.
 
     Raises:
-      Stopped: as `run_steps`.
+      Stopped, NotFinite: as `run_steps`.
     """
     run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
     run.console.print(frozen.remark(state.params, training.schedule.freeze), end="")
@@ -315,12 +321,14 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
 
     Raises:
       Stopped: after SIGTERM or Ctrl-C; the finished steps are saved.
+      NotFinite: the run's numbers are not finite; the checkpoints are those before.
     """
     profiled = Profiled(training.step) if run.profile else None
     if profiled is not None:
         training = dataclasses.replace(training, step=profiled)
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(StopSignals(run.stop_within, lambda number: stopped_line(number, run.finished())))
+        signals = stack.enter_context(StopSignals(run.stop_within, lambda number: stopped_line(number, run.kept())))
+        stack.enter_context(written_by_one(run.out, is_first()))
         checkpoints = None
         if run.save_every is not None:
             checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep_best=True))
@@ -340,7 +348,7 @@ def _write_profile(profiled: Profiled, run: Run) -> None:
         run.say(f"no profile: it needs {profiled.calls_needed} steps.")
     elif is_first():
         files = profiled.report.save(run.out / "profile")
-        run.say(profiled.report.summary)
+        run.console.print(profiled.report.summary)
         run.say(f"the profile is in {', '.join(map(str, files))}")
 
 
@@ -349,7 +357,7 @@ def _run_steps(
 ) -> tuple[TrainState, History]:
     schedule, first = training.schedule, int(jax.device_get(state.step))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    log_to = MetricsLog(run.out, first, is_first(), run.say)
+    log_to, watch = MetricsLog(run.out, first, is_first(), run.say), Watch(run.bad_steps)
     with log_to as log, Progress(*columns, console=run.console) as progress:
         task = progress.add_task("compiling", total=schedule.steps, completed=first)
         unread, last_read = [], time.perf_counter()
@@ -366,10 +374,12 @@ def _run_steps(
             progress.update(task, completed=done, description=f"loss {float(read[-1].loss):.3f}  {rate:,.0f} tokens/s")
             heldout = float(jax.device_get(training.evaluate(state))) if at_eval else None
             log.add(done, read, rate, heldout)
+            watch.add(done, read, heldout)
             if checkpoints is not None:
                 checkpoints.check()
-                if at_save:
+                if at_save and watch.finite:
                     checkpoints.save(state, done, heldout=heldout)  # what is logged is never behind it
+            watch.check(ended=done == schedule.steps)
             if stop is not None:
                 raise Stopped(stop)
             if heldout is not None:
@@ -377,4 +387,7 @@ def _run_steps(
                 progress.console.print(f"step {done}: held-out {heldout:.3f} {training.unit}{speed}")
             unread.clear()
             last_read = time.perf_counter()
+        if first >= schedule.steps:  # the checkpoint of a run that has ended: its model may be written now
+            watch.add(first, [], float(jax.device_get(training.evaluate(state))))
+            watch.check(ended=True)
     return state, log.history

@@ -1,6 +1,7 @@
 """The presets of `python -m models.train lm --preset`, `dit --preset` and `mm --preset`."""
 
 import dataclasses
+import datetime
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -29,6 +30,7 @@ class Preset(Schedule):
       pack: whether documents share rows. Otherwise a row has one document or a piece of one, in at most `buckets`
         lengths.
       buckets: at most how many lengths, and compiled steps, without pack.
+      date: day or time, in ISO 8601, that chat templates see; None for the time when the run begins.
     """
 
     model: DecoderConfig
@@ -43,8 +45,14 @@ class Preset(Schedule):
     ignore_config: tuple[str, ...] = ()
     pack: bool = True
     buckets: PositiveInt = 3
+    date: str | None = None
 
     def __post_init__(self):
+        if self.date is not None:
+            try:
+                datetime.datetime.fromisoformat(self.date)
+            except ValueError:
+                raise ValueError(f"date is {self.date!r}; write it as 2026-11-27 or 2026-11-27T21:05:00.") from None
         if self.batch % self.accumulate:
             raise ValueError(
                 f"batch is {self.batch} and accumulate {self.accumulate}; batch must be a multiple of accumulate."

@@ -15,6 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
 
+from models.terminal import one_line
+
 ALWAYS = ("step", "loss", "tokens", "fill", "learning_rate", "gradient_norm")  # numbers in each line of metrics.jsonl
 
 
@@ -49,8 +51,8 @@ class MetricsLog:
     """Writes OUT/metrics.jsonl, a line a step, and TensorBoard event files to OUT/tensorboard. A context manager.
 
     A line has the step's number (from 1), the scalars of its `models.loop.Metrics`, tokens_per_s between two readings,
-    and heldout after an evaluation. Existing lines up to step `first`, the checkpoint that a run resumes from, are
-    kept.
+    and heldout after an evaluation; null is a number that is not finite, which JSON does not have. Existing lines up to
+    step `first`, the checkpoint that a run resumes from, are kept.
 
     Args:
       writes: True in one process of a run; the others only keep a history of the steps after `first`.
@@ -68,7 +70,7 @@ class MetricsLog:
             )
         self.history = History(rows)
         self._lines = (file if writes else Path(os.devnull)).open("w", encoding="utf-8")
-        self._lines.writelines(json.dumps(row) + "\n" for row in self.history.rows)
+        self._lines.writelines(map(_line, self.history.rows))
         self._events = tensorboardX.SummaryWriter(
             str(out.absolute() / "tensorboard"),  # of a relative path it takes what is before ":" as a protocol
             purge_step=first + 1,
@@ -94,26 +96,28 @@ class MetricsLog:
             self.history.rows.append(row)
             if metrics.load is not None:
                 self.history.loads.append(metrics.load)
-            self._lines.write(json.dumps(row) + "\n")
+            self._lines.write(_line(row))
             for name, value in row.items():
-                if name != "step":
+                if name != "step" and math.isfinite(value):  # of others the library prints a warning
                     self._events.add_scalar(name, value, step)
         self._lines.flush()
 
 
+def _line(row: dict[str, Any]) -> str:
+    lost = {name: None for name, x in row.items() if isinstance(x, float) and not math.isfinite(x)}
+    return json.dumps(row | lost) + "\n"
+
+
 def _rows(file: Path, last: int) -> list[dict[str, Any]]:
-    """The readable rows up to step `last`; a killed process may have left half a line."""
+    """The readable rows up to step `last`, null as NaN; a killed process may have left half a line."""
     found = {}
     for line in file.read_bytes().splitlines() if file.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if (
-            isinstance(row, dict)
-            and all(isinstance(row.get(name), int | float) for name in ALWAYS)
-            and row["step"] <= last
-        ):
+        row = {name: math.nan if x is None else x for name, x in row.items()} if isinstance(row, dict) else {}
+        if all(isinstance(row.get(name), int | float) for name in ALWAYS) and row["step"] <= last:
             found[row["step"]] = row
     return [found[step] for step in sorted(found)]
 
@@ -175,7 +179,7 @@ def draw_grid(images: list[list[np.ndarray]], names: Sequence[str], path: Path, 
     draw = ImageDraw.Draw(canvas)
     for column, name in enumerate(names):
         middle, top = column_width * column + column_width // 2, heading
-        draw.text((middle, heading // 2), name, fill="white", anchor="mm")
+        draw.text((middle, heading // 2), one_line(name), fill="white", anchor="mm")
         for row, row_height in zip(images, row_heights, strict=True):
             height, width = (zoom * side for side in row[column].shape[:2])
             # Pillow knows a gray image only without a channel axis.
@@ -197,7 +201,7 @@ def draw_captioned(
     canvases = []
     for title, images, texts in sections:
         rows = -(-len(images) // columns)
-        wrapped = [textwrap.wrap(text, longest)[:3] or [""] for text in texts]
+        wrapped = [textwrap.wrap(one_line(text), longest)[:3] or [""] for text in texts]
         high = cell + gap + line * max(map(len, wrapped))
         canvas = Image.new("RGB", (columns * (cell + gap) + gap, 2 * line + rows * (high + gap)), "white")
         draw = ImageDraw.Draw(canvas)

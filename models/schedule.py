@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from models.mesh import name_of
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # of a larger one `jax.random.key` takes the last 32 bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Schedule:
     accumulate: PositiveInt = 1
     ema: Share | None = None
     freeze: tuple[str, ...] = ()
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
 
 
 AnySchedule = TypeVar("AnySchedule", bound=Schedule)

@@ -14,7 +14,10 @@ except ModuleNotFoundError as error:
     sys.exit(f"{error}. The training command needs more packages than jaxops: pip install '.[models]' in the checkout.")
 
 app = typer.Typer(
-    help="Trains one of the models; each COMMAND --help has its options.", no_args_is_help=True, add_completion=False
+    help="Trains one of the models; each COMMAND --help has its options.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # errors are a line, which a box would break
 )
 app.command("lm")(train_lm.main)
 app.command("dit")(train_dit.main)

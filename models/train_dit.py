@@ -247,7 +247,7 @@ def _train_and_report(
         f"{history.last_heldout:.3f}"
     )
     console.print(f"{fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
-    console.print(f"{run.out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
+    run.say(f"{run.out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
 
 
 main = config.command(DitOptions, run)

@@ -1,6 +1,7 @@
 """Trains a decoder on text, by default on the bytes of Python's standard library: `python -m models.train lm`."""
 
 import dataclasses
+import datetime
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from models.report import History, plot_report
 from models.sampling import Sampling
 from models.schedule import with_steps
 from models.slots import generate
+from models.streaming import TextStream
 from models.tensor_parallel import check_rows
 from models.tokenizer import Bytes, HuggingFace, Tokenizer, tokenizer_of
 
@@ -143,6 +145,11 @@ def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
     ), tokenizer
 
 
+def with_date(preset: Preset, options: LmOptions, default: Path) -> Preset:
+    """The preset with the time that chat templates see: of the settings, or when the run began."""
+    return preset if preset.date is not None else dataclasses.replace(preset, date=launch.begun(options, default))
+
+
 def checkpoint_folder(preset: Preset) -> Path | None:
     """Where the tokenizer and the chat template are."""
     folder = preset.init_from if preset.tokenizer is None else Path(preset.tokenizer).parent
@@ -158,13 +165,19 @@ def tokenizer_files(preset: Preset) -> list[Path]:
 
 
 def read_corpus(
-    data: Sequence[str], tokenizer: Tokenizer, *, raw: bool = False, folder: Path | None = None, context: int = 0
+    data: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    raw: bool = False,
+    folder: Path | None = None,
+    context: int = 0,
+    date: str | None = None,
 ) -> Corpus:
     """The data of `Preset.data`.
 
     Args:
       folder: has the chat template, if conversations are among the data.
-      context: of the preset; longer conversations are cut.
+      context, date: of the preset; longer conversations are cut.
 
     Raises:
       ValueError: as of `read_texts`, `tokenize_all` and `split`; conversations without a chat template.
@@ -180,7 +193,8 @@ def read_corpus(
             f"{first.source} is a conversation, which needs a chat template: pass --init-from with a checkpoint that "
             "has one, or --tokenizer with one beside it."
         )
-    found = tokenize_all(texts, tokenizer, template_of(folder), context)
+    template = template_of(folder, None if date is None else datetime.datetime.fromisoformat(date))
+    found = tokenize_all(texts, tokenizer, template, context)
     return split(found.documents, source)._replace(remark=found.remark)
 
 
@@ -336,13 +350,14 @@ def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer:
         key=jax.random.key(preset.seed),
     )
     console.print("\nHeld-out text, and how the model goes on:")
-    console.print(tokenizer.decode(prompt), style="dim", markup=False, end="")
-    console.print(tokenizer.decode(written.tokens), style="bold", markup=False)
+    console.print(tokenizer.decode(prompt), style="dim", end="")
+    stream = TextStream(tokenizer, prompt)
+    console.print("".join([*map(stream.add, written.tokens), stream.finish()]), style="bold")
 
 
 def run(options: LmOptions) -> None:
     """Trains a decoder language model, by default a mixture of experts on bytes of the Python standard library."""
-    begin = time.perf_counter()
+    begin, default = time.perf_counter(), Path("runs", f"lm-{options.preset}")
     launch.start_processes(options)
     with config.errors_of_options():
         preset, tokenizer = choose_tokenizer(choose(options))
@@ -353,9 +368,11 @@ def run(options: LmOptions) -> None:
         if mesh is not None:
             check_fits(preset, mesh)
         folder = checkpoint_folder(preset)
-        corpus = read_corpus(preset.data, tokenizer, raw=preset.raw_bytes, folder=folder, context=preset.context)
+        preset = with_date(preset, options, default)
+        own = {"raw": preset.raw_bytes, "context": preset.context, "date": preset.date}
+        corpus = read_corpus(preset.data, tokenizer, folder=folder, **own)
         files = files_read(preset.data) | {str(file): file for file in tokenizer_files(preset)}
-        run = launch.begin(options, preset, mesh, Path("runs", f"lm-{options.preset}"), files)
+        run = launch.begin(options, preset, mesh, default, files)
 
     with launch.ended_in_one_line(run):
         _train_and_report(options, preset, tokenizer, corpus, run, begin)
@@ -385,8 +402,9 @@ def _train_and_report(
     plot_report(history, unit, run.out / "report.png", baseline)
     write_sample(preset, model, corpus.heldout.tokens, tokenizer, console)
     reached = f"held-out {history.last_heldout:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
-    console.print(
-        f"\n{reached} after {time.perf_counter() - begin:.0f} s; {run.out}/ has report.png, metrics.jsonl, "
+    console.print()
+    run.say(
+        f"{reached} after {time.perf_counter() - begin:.0f} s; {run.out}/ has report.png, metrics.jsonl, "
         "config.yaml, and tensorboard"
     )
     console.print(

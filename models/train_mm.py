@@ -306,7 +306,7 @@ def _train_and_report(
     console.print(f"{fill:.1%} of the rows had a loss")
     plot_report(history, UNIT, run.out / "report.png")
     show(preset, trained, data, material, run)
-    console.print(
+    run.say(
         f"{time.perf_counter() - begin:.0f} s; {run.out}/ has samples.png, report.png, metrics.jsonl, config.yaml, and "
         "tensorboard"
     )

@@ -5,12 +5,12 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from jaxops._lib.python_program import ProgramError
+from jaxops._lib.terminal import console, show_any_text
 from jaxops.profiling import Report, bandwidth, ceilings, compare
 from jaxops.profiling.program import profile_program
 
@@ -19,9 +19,9 @@ Out = Annotated[pathlib.Path, typer.Option(help="folder of the files that are wr
 _DEFAULT_OUT = pathlib.Path("profile")
 
 
-def _console() -> Console:
+def _console() -> Any:
     """Wide enough for the tables where the output is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 140, soft_wrap=False)
+    return console(width=None if sys.stdout.isatty() else 140, soft_wrap=False)
 
 
 @contextlib.contextmanager
@@ -102,6 +102,7 @@ def show_ceilings(again: Annotated[bool, typer.Option("--again", help="measure o
 
 def main() -> None:
     """Words behind a -- are a program's: without a command before them they are `run`'s."""
+    show_any_text()
     words = sys.argv[1:]
     if "--" in words and words[0] not in ("run", "compare", "bandwidth", "ceilings"):
         sys.argv.insert(1, "run")

@@ -108,10 +108,10 @@ class Bandwidth:
         return "\n".join([*lines, f"JAX {self.jax}, driver {self.driver or 'unknown'}, {self.date}"])
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from jaxops._lib.terminal import console
 
         text = io.StringIO()
-        Console(file=text, width=120, color_system=None).print(self.__rich__())
+        console(file=text, width=120, color_system=None).print(self.__rich__())
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def draw(self, file: str | pathlib.Path) -> pathlib.Path:

@@ -88,10 +88,10 @@ class Memory:
         return dataclasses.asdict(self) | {"unexplained_bytes": self.unexplained_bytes}
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from jaxops._lib.terminal import console
 
         text = io.StringIO()
-        Console(file=text, width=130, color_system=None).print(self.__rich__())
+        console(file=text, width=130, color_system=None).print(self.__rich__())
         return text.getvalue().rstrip()
 
     def __rich__(self) -> Any:

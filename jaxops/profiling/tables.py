@@ -3,11 +3,12 @@
 import io
 from collections.abc import Sequence
 
-from rich.console import Console, RenderableType
 from rich.console import Group as Lines
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxops._lib.terminal import console
 from jaxops.profiling.comparison import Comparison
 from jaxops.profiling.report import Group, Report, heaviest
 
@@ -16,10 +17,9 @@ _ROWS = 15
 
 def as_text(found: Report | Comparison, width: int = 130) -> str:
     """What a terminal would show, without colours."""
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(found)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().rstrip()
+    text = io.StringIO()
+    console(file=text, width=width, color_system=None).print(found)
+    return text.getvalue().rstrip()
 
 
 def of_report(report: Report) -> RenderableType:
@@ -78,7 +78,7 @@ def _memory(memory: dict, holders: Sequence[dict]) -> Table:
     found = sorted(totals.items(), key=lambda item: -item[1])
     table = _table(f"{_gb(memory['peak_bytes'])} at the peak, held by", "", "kind", "residual", numbers=(1, 2))
     for (scope, kind, name), size in found[:_ROWS]:
-        table.add_row(_cut(scope, 64), _gb(size), kind, name)
+        table.add_row(_cut(scope, 64), _gb(size), kind, Text(name))
     if rest := found[_ROWS:]:
         table.add_row(f"{len(rest)} others", _gb(sum(size for _, size in rest)), "", "")
     return table

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from jaxops import tuning
 from jaxops._lib.card import disturbance
 from jaxops._lib.python_program import ProgramError
+from jaxops._lib.terminal import console, show_any_text
 from jaxops._lib.tuned import export_rows, remove_rows, rows_in, user_file, user_files, user_folder
 from jaxops.tuning.ops import OPS, Tunable
 from jaxops.tuning.program import problems_of, run_recorded, tune_all, untuned
@@ -70,8 +70,8 @@ def _check_card() -> None:
 def _tune(problems: Sequence[Any], force: bool, **how: Any) -> None:
     """Tunes the problems, with a bar of the candidates of the one at hand, and what each pass gained."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(soft_wrap=True)
-    bar = Progress(*columns, console=console, transient=True)
+    terminal = console(soft_wrap=True, highlight=False)
+    bar = Progress(*columns, console=terminal, transient=True)
     with _one_line_errors(), contextlib.ExitStack() as stack:
         number, most = itertools.count(1), sum(len(tuning.op_of(problem)[1].passes(problem)) for problem in problems)
         task = bar.add_task("", total=None)
@@ -79,14 +79,14 @@ def _tune(problems: Sequence[Any], force: bool, **how: Any) -> None:
         def start(what: str, candidates: int) -> None:
             if not bar.live.is_started:  # not before the card is checked: a bar that ends prints an empty line
                 stack.enter_context(bar)
-            console.print(what, highlight=False, markup=False)
+            terminal.print(what)
             bar.reset(task, total=candidates, description=f"pass {next(number)} of at most {most}")
 
         rows = tune_all(
             problems,
             check=(lambda: None) if force else _check_card,
             start=start,
-            say=lambda line: console.print(line, highlight=False, markup=False),
+            say=terminal.print,
             advance=lambda: bar.advance(task),
             **how,
         )
@@ -113,6 +113,7 @@ def main(
 
     With --from-step passes that have rows of yours are left out: a run that is stopped goes on where it was.
     """
+    show_any_text()
     if context.invoked_subcommand is not None:
         if from_step or again or dry_run or force:
             raise typer.BadParameter(f"write the options behind {context.invoked_subcommand}.")
@@ -126,7 +127,7 @@ def main(
     table = Table("op", "problem", "traced", "passes without a row of yours")
     for problem, count in problems:
         table.add_row(tuning.op_of(problem)[0], str(problem), str(count), ", ".join(untuned(problem, device)) or "none")
-    Console().print(table)
+    console().print(table)
     _tune([problem for problem, _ in problems], force, again=again, dry_run=dry_run)
 
 
@@ -191,7 +192,7 @@ def list_rows(op: OneOp = "") -> None:
                 gain,
                 made,
             )
-    Console(soft_wrap=not sys.stdout.isatty()).print(table if table.row_count else f"No rows in {user_folder()}.")
+    console(soft_wrap=not sys.stdout.isatty()).print(table if table.row_count else f"No rows in {user_folder()}.")
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """Fine-tuning on conversations: what is read, what counts, in every way of adding it up, and the command."""
 
 import dataclasses
+import datetime
 import json
 import re
 
@@ -11,14 +12,14 @@ import pytest
 import typer
 from flax import nnx
 
-from models import generate, hf, loop, train_lm
+from models import config, generate, hf, loop, train_lm
 from models.chat import ChatTemplate, Conversation
 from models.data import read_texts, split, tokenize_all
 from models.decoder import DecoderConfig
 from models.decoder_loss import loss_fn
 from models.mesh import make_mesh, replicate, shard_state
 from models.packing import Batch, Documents
-from models.presets import Preset
+from models.presets import PRESETS, Preset
 from models.tokenizer import Bytes
 from models.train_lm import main
 from tests.arrays import put
@@ -173,11 +174,42 @@ def test_unequal_parts_count_by_their_tokens():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), moved, params)
 
 
+def test_the_date_is_that_of_the_run(tmp_path, monkeypatch):
+    """Of its settings; of the run that is resumed, on another day, too; else the day on which it begins."""
+    day = "{{ strftime_now('%d %b %Y') }}\n"
+    beside = {"chat_template": day + SOURCE}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
+    data = lines_in(tmp_path / "chats.jsonl", *(10 * [chat("who?", "me!")]))
+    corpus = train_lm.read_corpus([data], Bytes(), folder=tmp_path, context=99, date="2026-11-27T23:59:59")
+    assert bytes(corpus.train.tokens[:21].tolist()) == b"27 Nov 2026\nu:who?\na:"
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 11, 28, 0, 0, 1)
+
+    monkeypatch.setattr(datetime, "datetime", Clock)
+    preset, out, default = PRESETS["demo"], tmp_path / "out", tmp_path / "runs"
+    begun = dataclasses.replace(preset, date="2026-11-27T23:59:59")
+    out.mkdir()
+    (out / "data.json").write_text("{}")
+    config.write(begun, out / "config.yaml")
+    date_of = lambda given, **options: train_lm.with_date(given, train_lm.LmOptions(**options), default).date
+    assert date_of(preset, out=out, resume=True) == "2026-11-27T23:59:59"
+    assert date_of(preset, out=out) == date_of(preset, resume=True) == "2026-11-28T00:00:01"
+    assert date_of(dataclasses.replace(preset, date="2025-01-02"), out=out, resume=True) == "2025-01-02"
+    with pytest.raises(ValueError, match=r"date is '27\.11\.2026'; write it as 2026-11-27 or"):
+        dataclasses.replace(preset, date="27.11.2026")
+    template = ChatTemplate(day, {}, "x")
+    monkeypatch.setattr(Clock, "now", lambda: Clock(2026, 11, 29))
+    assert template.render([]) == "28 Nov 2026"
+
+
 def test_the_command(tmp_path, capsys):
     """It learns one answer to all questions, which a chat with the new checkpoint then gives."""
-    config = dataclasses.replace(CONFIG, width=32, hidden=48, layers=2)
+    sizes = dataclasses.replace(CONFIG, width=32, hidden=48, layers=2)
     start, beside = tmp_path / "start", {"tokenizer_config.json": json.dumps({"chat_template": SOURCE})}
-    hf.save(start, "LlamaForCausalLM", model_of(config), beside=beside)
+    hf.save(start, "LlamaForCausalLM", model_of(sizes), beside=beside)
     rng, words = np.random.default_rng(0), ("who", "is", "it", "now", "here")
     asked = [" ".join(rng.choice(words, 3)) for _ in range(40)]
     data = lines_in(tmp_path / "chats.jsonl", *(chat(f"{one}?", "me!") for one in asked), chat("x" * 50, "me!"))

@@ -81,12 +81,20 @@ def test_the_command_to_go_on_can_be_pasted(encoding, monkeypatch):
     """Bash takes it for the words of this command."""
     monkeypatch.setattr(sys, "argv", ["train", *WORDS[:1], "--resume", *WORDS[1:]])
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
-    line = ending.command_to_go_on()
+    line = ending.command_to_go_on(Path("runs", "a b"))
     assert line.isprintable()
     line.encode(encoding)
     script = f"python() {{ printf '%s\\0' \"$@\"; }}\n{line}"
     ran = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
-    assert [os.fsdecode(word) for word in ran.stdout.split(b"\0")] == ["-m", "models.train", *WORDS, "--resume", ""]
+    assert [os.fsdecode(word) for word in ran.stdout.split(b"\0")] == [
+        "-m",
+        "models.train",
+        *WORDS,
+        "--out",
+        "runs/a b",
+        "--resume",
+        "",
+    ]
 
 
 def test_without_checkpoints_nothing_is_saved(tmp_path, monkeypatch, capsys):

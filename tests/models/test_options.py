@@ -86,7 +86,8 @@ def seen_by(command: str, words: list[str], out: Path) -> Seen:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MODULES[command], "_train_and_report", train_instead)
         patch.setattr(launch, "initialize", lambda *given: setattr(seen, "joined", given))
-        patch.setattr(launch, "saved_steps", lambda _: [2] if "--resume" in words else [])
+        patch.setattr(launch.folders, "to_resume", lambda out, _: out)
+        patch.setattr(launch.config, "read_own", lambda _: {})
         patch.setattr(launch, "check_data", lambda *_: None)
         patch.setattr(launch.config, "check_unchanged", lambda *_: setattr(seen, "resumed", True))
         ended = CliRunner().invoke(train.app, [command, *words, *(() if "--out" in words else ("--out", str(out)))])
@@ -99,7 +100,7 @@ ALL: dict[str, tuple[str, Any, Any]] = {
     "config": ("--config FILES/given.yaml", lambda s: s.preset.steps, 7),
     "set": ("--set weight_decay=0.25", lambda s: s.preset.weight_decay, 0.25),
     "steps": ("--steps 5", lambda s: s.preset.steps, 5),
-    "out": ("--out FILES/there", lambda s: s.run.out.name, "there"),
+    "out": ("--out OUT/there", lambda s: s.run.out.name, "there"),
     "seed": ("--seed 3", lambda s: s.preset.seed, 3),
     "backend": ("--backend xla", lambda s: s.model.backend, "xla"),
     "precision": ("--precision fp8-rowwise", lambda s: (s.model.dtype, s.model.recipe), ("bfloat16", "rowwise")),
@@ -108,6 +109,7 @@ ALL: dict[str, tuple[str, Any, Any]] = {
     "save_every": ("--save-every 3", lambda s: s.run.save_every, 3),
     "resume": ("--resume --save-every 3", lambda s: s.resumed, True),
     "stop_within": ("--stop-within 50", lambda s: s.run.stop_within, 50.0),
+    "bad_steps": ("--bad-steps 5", lambda s: s.run.bad_steps, 5),
     "profile": ("--profile", lambda s: s.run.profile, True),
     "mesh": ("--mesh data=2,fsdp=2", lambda s: s.run.mesh and dict(s.run.mesh.shape)["fsdp"], 2),
     "coordinator": ("--coordinator host:1", lambda s: s.joined, ("host:1", None, None)),
@@ -159,7 +161,9 @@ def test_every_option_reaches_the_run(command, option, files, default, tmp_path)
     entries = ALL | OWN[command]
     assert option in entries, NEW.format(option)
     words, read, wanted = entries[option]
-    put = lambda text: text.replace("FILES", str(files)) if isinstance(text, str) else text
+    put = lambda text: (
+        text.replace("FILES", str(files)).replace("OUT", str(tmp_path)) if isinstance(text, str) else text
+    )
     wanted = tuple(map(put, wanted)) if isinstance(wanted, tuple) else put(wanted)
     assert read(default[command]) != wanted
     assert read(seen_by(command, put(f"{ALWAYS[command]} {words}").split(), tmp_path)) == wanted

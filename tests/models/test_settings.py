@@ -72,6 +72,7 @@ SETTINGS: dict[type, dict[str, Any]] = {
         "balance_weight": ("program", 0.5),
         "pack": ("batches", False),
         "buckets": ("batches", 1, {"pack": False, "context": 32}),
+        "date": "test_conversations.py::test_the_date_is_that_of_the_run",
     }
     | dict.fromkeys(
         ("data", "raw_bytes", "tokenizer", "init_from", "ignore_config"),

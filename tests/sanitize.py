@@ -238,8 +238,8 @@ def moe_mlp_stored() -> None:
 
 
 def routing() -> None:
-    """Each kernel of the router: numbers of experts that are powers of two or not, expert groups, capacity; NaN; one
-    tile of tokens and several; logits of few tokens."""
+    """Each kernel of the router: numbers of experts that are powers of two or not, expert groups, capacity; NaN; a
+    mask; one tile of tokens and several; logits of few tokens."""
     rng = np.random.default_rng(0)
     for E, k, options in (
         (64, 8, {}),
@@ -254,16 +254,17 @@ def routing() -> None:
         for tile in (None, routes.Tiles(8, 2, 4), routes.Tiles(16, 16), routes.Tiles(512, 16, 4)):
 
             @jax.jit
-            def run(logits, bias, k=k, options=options, tile=tile):
+            def run(logits, bias, mask, k=k, options=options, tile=tile):
                 def smooth(logits):
-                    r = jaxops.route(logits, k, selection_bias=bias, **options, plan=routes.Plan("pallas", tile, tile))
+                    how = options | {"mask": mask, "plan": routes.Plan("pallas", tile, tile)}
+                    r = jaxops.route(logits, k, selection_bias=bias, **how)
                     return (r.weights, r.aux_loss, r.z_loss), r
 
                 found, vjp, r = jax.vjp(smooth, logits, has_aux=True)
                 return r, vjp(found)
 
-            for dtype in ("float32", "bfloat16"):
-                jax.block_until_ready(run(jnp.asarray(logits, dtype), bias))
+            for dtype, mask in (("float32", None), ("bfloat16", jnp.asarray(rng.random(M + 1) < 0.7))):
+                jax.block_until_ready(run(jnp.asarray(logits, dtype), bias, mask))
             print(E, k, options, tile, "done", flush=True)
 
 

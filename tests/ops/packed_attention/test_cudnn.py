@@ -148,7 +148,7 @@ def test_on_a_gpu(offsets, causal):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("limits", [{"longest": 100}, {"longest": 500, "crowd": 2}], ids=["longer", "more"])
+@pytest.mark.parametrize("limits", [{"longest": 100, "crowd": 4}, {"longest": 500, "crowd": 2}], ids=["longer", "more"])
 def test_more_than_was_said_on_a_gpu(limits):
     q, k, v, _ = half(0, 1000)
     ends = jnp.array([0, 10, 20, 30, 1000], jnp.int32)

@@ -75,7 +75,7 @@ def packed_attention(
     Args:
       q: [T, heads, head_dim], bfloat16, float16 or float32. Scores, softmax and sums are float32. By "pallas" and "xla"
         a row whose largest score is 2**20 or more in magnitude has the right output and NaN gradients: float32 scores
-        are an eighth apart there, too coarse for the backward.
+        are an eighth apart there, too coarse for the backward. cuDNN's gradients of such rows are wrong.
       k, v: [S, kv_heads, head_dim] in q's dtype; heads / kv_heads queries share a key and a value.
       sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T. Other values give unspecified rows, but no access
         out of bounds.

@@ -104,8 +104,8 @@ class Watched:
     def __init__(self, experts: Any, chosen: list[jax.Array]):
         self.experts, self.chosen = experts, chosen
 
-    def __call__(self, x: jax.Array) -> Any:
-        y, routed = self.experts(x)
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> Any:
+        y, routed = self.experts(x, mask)
         self.chosen.append(jnp.sum(routed.load > 0, dtype=jnp.int32))
         return y, routed
 

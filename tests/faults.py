@@ -28,7 +28,7 @@ import numpy as np
 import typer
 from flax import nnx
 
-from models import hf
+from models import hf, terminal
 from models.checkpoints import Checkpoints
 from models.decoder import Decoder
 from models.presets import of_bytes
@@ -163,7 +163,8 @@ def one_line(error: Exception, *names: Path) -> str:
 def is_one_line(said: str, *names: Path) -> bool:
     """Whether it is a line that names one of them. Names may have line ends, which the commands escape."""
     without = functools.reduce(lambda text, name: text.replace(str(name), "NAME"), sorted(names, reverse=True), said)
-    escaped = any(repr(str(name))[1:-1] in said for name in names)  # as Python does in an OSError
+    # By Python in an OSError, and by the commands.
+    escaped = any(form in said for name in names for form in (repr(str(name))[1:-1], terminal.one_line(str(name))))
     return len(without.strip().splitlines()) == 1 and (without != said or escaped)
 
 

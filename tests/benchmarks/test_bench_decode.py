@@ -67,7 +67,7 @@ def test_experts_that_are_counted(monkeypatch):
     @jax.jit
     def inputs_and_routers(params, rows):
         seen = []
-        watched = lambda self, x: seen.append((x[:, 0], self.moe.router.kernel[...])) or call(self, x)
+        watched = lambda self, x, _: seen.append((x[:, 0], self.moe.router.kernel[...])) or call(self, x)
         monkeypatch.setattr(Experts, "__call__", watched)
         nnx.merge(graphdef, params).extend(rows.token[:, None], rows.cache, rows.at, jnp.ones(3, jnp.int32))
         return seen

@@ -149,6 +149,7 @@ OTHERS = {
         "lhs",
         "load",
         "logits",
+        "mask",
         "out_sharding",
     ),
     *(

@@ -162,7 +162,7 @@ def test_padding_is_the_same_in_all_rows_and_layers(monkeypatch):
     @nnx.jit
     def experts_see(model, *given):
         seen = []
-        monkeypatch.setattr(decoder.Experts, "__call__", lambda self, x: seen.append(x) or call(self, x))
+        monkeypatch.setattr(decoder.Experts, "__call__", lambda self, x, _: seen.append(x) or call(self, x))
         model.extend(*given)
         return seen
 

@@ -203,7 +203,7 @@ def test_the_objective_of_a_language_model():
     np.testing.assert_allclose(measured.balance, np.mean(routed.aux_loss), rtol=1e-5)
     np.testing.assert_allclose(loss, wanted + 0.5 * np.mean(routed.aux_loss), rtol=1e-5)
     assert np.mean(routed.aux_loss) > 0.9
-    np.testing.assert_allclose(measured.load, routed.load / (2 * inside.size), rtol=1e-5)
+    np.testing.assert_allclose(measured.load, routed.load / (2 * inside.sum()), rtol=1e-5)
 
 
 class Seen(NamedTuple):

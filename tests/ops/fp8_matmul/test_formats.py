@@ -80,7 +80,7 @@ def dense(recipe):
 
 def layer(recipe):
     how = {"use_bias": False, "kernel_init": nnx.initializers.zeros, "backend": "pallas"}
-    return lambda x, w: Fp8Linear(D, F, recipe=recipe, **how, rngs=nnx.Rngs(0)).product(x, w, "bfloat16")
+    return lambda x, w: Fp8Linear(D, F, recipe=recipe, **how, rngs=nnx.Rngs(0))._product(x, w, "bfloat16")
 
 
 def dot_general(recipe):

@@ -240,7 +240,10 @@ def _common(one: str, other: str) -> int:
 def _with_reasoning(message: Message) -> Message:
     """With what a model thought before its answer under each name that templates read."""
     found = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+    if found is None:
+        return message
+    thinking = message.get("thinking")
+    return message | {"thinking": found if thinking is None else thinking, "reasoning_content": found}
 
 
 def template_of(folder: pathlib.Path, now: datetime.datetime | None = None) -> ChatTemplate:

@@ -24,6 +24,24 @@ def written(source: str) -> ChatTemplate:
     return ChatTemplate(source, TOKENS, "mine")
 
 
+@pytest.mark.parametrize(
+    ("thought", "read"),
+    [
+        ({"reasoning": "a"}, "a|a"),
+        ({"thinking": "a", "reasoning_content": None}, "a|a"),
+        ({"reasoning_content": "a", "thinking": None}, "a|a"),
+        ({"reasoning": "a", "reasoning_content": None, "thinking": None}, "a|a"),
+        ({"reasoning_content": "a", "thinking": "b"}, "b|a"),
+        ({"reasoning": None}, "|"),
+    ],
+    ids=str,
+)
+def test_a_thought_has_each_name_that_templates_read(thought, read):
+    """Files that are written from tables have null for names that a message lacks."""
+    both = written("{% for each in messages %}{{ each.thinking }}|{{ each.reasoning_content }}{% endfor %}")
+    assert both.render([{"role": "assistant", "content": "", **thought}]) == read
+
+
 def given(name: str):
     line = {"messages": EXPECTED["conversations"][name]} | ({"tools": EXPECTED["tools"]} if name == "functions" else {})
     return conversation(line, "chats.jsonl, line 7")

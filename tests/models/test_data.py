@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from models.data import bigram_nats, read_texts, source_files, split, standard_library, text_files, tokenize
-from models.packing import Documents, even_rows, pack
+from models.packing import Batch, Documents, even_rows, pack
 from models.tokenizer import Bytes, HuggingFace
 
 
@@ -137,3 +137,5 @@ def test_bigram():
     nats = lambda some: bigram_nats(documents.tokens, even_rows(some, pack(some, 8), 3, 2))
     assert nats(documents) < 0.01
     assert nats(Documents(np.frombuffer(b"zzzz", np.uint8), np.array([0, 4]))) == pytest.approx(np.log(256))
+    after_a = bigram_nats(np.frombuffer(b"aaab", np.uint8), Batch(*np.array([[[97]], [[98]], [[0]]])))
+    assert after_a == pytest.approx(np.log(259 / 2))  # "aa" twice and "ab" once, and one more of each of the 256

@@ -8,13 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy
 from models import decoder_loss, train_lm
+from models.data import Corpus
 from models.decoder import Decoder, DecoderConfig, document_starts, positions_in
 from models.decoder.model import within_documents
 from models.decoder_loss import loss_fn
+from models.loop import Run
 from models.packing import Batch, Documents, build
 from models.presets import Preset
 from models.train_lm import objective
@@ -156,6 +159,18 @@ def test_there_is_room_for_the_documents_of_every_row(backend, length):
     np.testing.assert_allclose(attend(numbers, most), jnp.broadcast_to(v, q.shape), rtol=1e-6)  # each sees itself
     assert jnp.isfinite(attend(nothing, most)).all()
     assert jnp.isnan(attend(numbers, length - 1)).all()
+
+
+def test_there_is_room_for_heldout_documents(tmp_path, monkeypatch):
+    """One document in a row of the training, seven in one of the evaluation; with padding one more."""
+    one, seven = (
+        Documents(np.arange(offsets[-1], dtype=np.uint8), offsets)
+        for offsets in (np.array([0, 9]), np.arange(0, 15, 2))
+    )
+    preset = Preset(DENSE, context=8, batch=1, steps=1, learning_rate=1.0, warmup_steps=0, eval_every=1)
+    monkeypatch.setattr(train_lm, "start_state", lambda preset, mesh: pytest.fail(f"{preset.model.max_documents}"))
+    with pytest.raises(pytest.fail.Exception, match=r"^8$"):
+        train_lm.train(preset, Corpus(one, seven), "nats", Run(tmp_path, Console()))
 
 
 @pytest.mark.gpu

@@ -86,7 +86,10 @@ def test_a_file_is_no_folder(tmp_path):
         folders.new(tmp_path / "out", tmp_path / "default", resumes=False)
 
 
-def test_which_run_is_resumed(tmp_path):
+def test_which_run_is_resumed(tmp_path, monkeypatch):
+    """The newest by its number, wherever the file system lists it."""
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter(sorted(listed(folder))))
     default, find = tmp_path / "runs" / "lm", lambda: folders.to_resume(None, tmp_path / "runs" / "lm")
     assert find() is None
     first = run_in(default, "config.yaml", "data.json")  # killed before its first checkpoint

@@ -124,6 +124,16 @@ def test_prompts_of_text(tmp_path):
         prompts_of(tmp_path / "p.jsonl")
 
 
+@pytest.mark.parametrize("before", [b"", MARK], ids=["bare", "marked"])
+@pytest.mark.parametrize("text", ["\uff01a", "\ufefba"], ids=ascii)
+def test_a_mark_is_dropped_whole_and_nothing_else(text, before, tmp_path):
+    """Characters whose UTF-8 begins with bytes of the mark stay."""
+    file = tmp_path / "a.txt"
+    file.write_bytes(before + text.encode())
+    assert read_texts([file]) == [text.encode()]
+    assert prompts_of(file) == [text]
+
+
 def test_documents_of_text(tmp_path):
     """A mark is dropped, unless bytes are wanted as they are."""
     for name, content in (("a.TXT", MARK + b"\xc3\xa9\r\n"), ("b.Md", b""), ("c.jsonl", b"\n\n")):

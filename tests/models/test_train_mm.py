@@ -219,6 +219,7 @@ def test_captions_are_the_likeliest_continuations(model):
             text.append(token)
         assert got == text
     assert caption(model, images, temperature=5.0, **how) != written
+    assert caption(model, images, temperature=1e-4, **how) == written  # nothing else is likely
 
 
 def test_an_evaluation_is_of_clean_images_and_averaged_weights(model):
@@ -247,6 +248,14 @@ def test_a_caption_ends_at_the_first_token_that_is_no_text():
     assert until(TOKENS, [5, 6, 0, 7]) == [5, 6]
     assert until(TOKENS, [5, 257, 6]) == [5]
     assert until(TOKENS, [5, 6]) == [5, 6]
+
+
+def test_shares_are_of_each_modality():
+    """Two experts for text and four for images: an even share is a sixth. The second layer had text only."""
+    preset = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, text_experts=2, image_experts=4))
+    load = np.array([[3.0, 1, 2, 0, 2, 4], [5, 5, 0, 0, 0, 0]])
+    wanted = [[1 / 4, 1 / 12, 1 / 6, 0, 1 / 6, 1 / 3], [1 / 6, 1 / 6, 0, 0, 0, 0]]
+    np.testing.assert_allclose(train_mm.shares(preset, load), wanted, rtol=1e-6)
 
 
 def test_documents_of_an_epoch():

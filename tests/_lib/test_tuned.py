@@ -1,5 +1,6 @@
 """The rows that plans use: the user's, a folder's or the package's; the same in all processes of a job."""
 
+import functools
 import json
 import os
 import pathlib
@@ -13,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxops._lib.device import Device, warn_once
-from jaxops._lib.tuned import read_rows, store_rows, user_folder
+import jaxops
+from jaxops._lib.device import Device, current_device, warn_once
+from jaxops._lib.recorded import Decision, watch
+from jaxops._lib.tuned import export_rows, read_rows, remove_rows, store_rows, user_files, user_folder
 from jaxops.ops import grouped_matmul
 from jaxops.tuning import tuned_rows, use_rows
 
@@ -217,6 +220,68 @@ def test_rows_that_cannot_be_read_are_said_once(what):
     with pytest.warns(RuntimeWarning, match=f"goes on without your own tuned rows of {OP}: {file} {message}") as said:
         assert tuned_rows(OP, H200) == tuned_rows(OP, H200) == shipped()
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("name", ["a[b]c", "**", "{x}", "back\\slash", "a b?"])
+def test_a_cache_folder_is_a_path_and_no_pattern(name, tmp_path, monkeypatch):
+    """It is listed, exported, read and cleared in a folder of any name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+    assert user_files() == []
+    file = store_rows(OP, H200, [MINE], same=lambda row, old: False)
+    assert user_files() == user_files(OP) == [file]
+    [copy] = export_rows(tmp_path / f"{name} of mine")
+    assert copy.read_bytes() == file.read_bytes()
+    assert remove_rows() == [file]
+    assert tuned_rows(OP, H200) == shipped()
+    with use_rows(tmp_path / f"{name} of mine"):
+        assert tuned_rows(OP, H200) == (MINE, *shipped())
+
+
+def tree(decisions) -> list[Decision]:
+    """Decisions that have tiles, with those inside of others."""
+    return [each for d in decisions for each in (*([d] if d.sources else []), *tree(d.parts))]
+
+
+def glu(x, experts, routing):
+    gate, up, _ = experts
+    return jaxops.grouped_glu(x, gate, up, routing.group_offsets, backend="pallas")
+
+
+def mlp(x, experts, routing, **how):
+    gate, up, down = experts
+    return jaxops.moe_mlp(x, gate, up, down, routing, backend="pallas", **how)
+
+
+@pytest.mark.parametrize(
+    ("call", "ops"),
+    [
+        (glu, {"grouped_glu", "grouped_matmul"}),
+        (mlp, {"grouped_glu", "grouped_matmul", "permute"}),
+        (functools.partial(mlp, recipe="blockwise"), {"fp8_matmul", "permute", "quantize"}),
+    ],
+    ids=["grouped_glu", "moe_mlp", "moe_mlp-fp8"],
+)
+def test_an_op_inside_another_finds_its_rows(call, ops, tmp_path):
+    array = jax.ShapeDtypeStruct
+    x, experts = array((64, 128), jnp.float32), [array((4, 128, 128), jnp.float32)] * 3
+    routing = jax.eval_shape(lambda logits: jaxops.route(logits, 2), array((64, 4), jnp.float32))
+    x = array((128, 128), jnp.float32) if call is glu else x
+    with use_rows("shipped"), watch() as before:
+        jax.eval_shape(call, x, experts, routing)
+    for op in (found := {each.op: each for each in tree(before)}):
+        rows = [
+            {"op": op, "pass": name, **vars(each.problem), "tiles": vars(getattr(each.plan, name))}
+            for each in tree(before) if each.op == op for name in each.sources
+        ]  # fmt: skip
+        file = tmp_path / "all" / op / f"{current_device().slug}.jsonl"
+        file.parent.mkdir(parents=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert set(found) == ops
+    with use_rows(tmp_path / "all"), watch() as after:
+        jax.eval_shape(call, x, experts, routing)
+    # "explicit": in the plan that an op has made for one inside it.
+    kinds = {(each.op, source.kind) for each in tree(after) for source in each.sources.values()}
+    assert {(op, kind) for op, kind in kinds if kind != "explicit"} == {(op, "tuned") for op in ops}
 
 
 def test_a_byte_order_mark():

@@ -178,3 +178,13 @@ def test_compare():
         compare(before, dataclasses.replace(after, devices=2))
     with pytest.raises(ValueError, match="took no time"):
         compare(before, dataclasses.replace(after, step_us=0.0))
+
+
+def test_compare_tells_stages_and_modules_apart():
+    """What a kernel of the forward loses hides nothing that the same one of the backward or another module gains."""
+    others = ({}, {"stage": "backward"}, {"scope": "Net/head"})
+    reports = [report(*(kernel("a", us, **each) for us, each in zip(times, others, strict=True)))
+               for times in ((100.0, 50.0, 30.0), (80.0, 80.0, 20.0))]  # fmt: skip
+    assert {(row.scope, row.before_us, row.after_us) for row in compare(*reports).rows} == {
+        ("Net/mlp", 100.0, 80.0), ("Net/mlp (backward)", 50.0, 80.0), ("Net/head", 30.0, 20.0),
+    }  # fmt: skip

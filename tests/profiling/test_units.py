@@ -52,7 +52,7 @@ def test_a_file_of_two_devices(tmp_path):
     step = {"hlo_module": "jit_step", "hlo_op": "dot.1"}
     planes = (
         plane(
-            "/device:GPU:1",
+            "/device:GPU:12",
             ("Stream #7(Compute)", 5_000, [("gemm", 2_000_000, 3_500_000, step), ("gemm", 9_000_000, 250_000, step)]),
             ("XLA Ops", 5_000, [("dot.1", 2_000_000, 3_500_000, step)]),
         ),
@@ -63,8 +63,8 @@ def test_a_file_of_two_devices(tmp_path):
     file.write_bytes(message(*((1, of) for of in planes)))
     found = {dataclasses.astuple(event) for event in trace.read(file)}
     assert found == {
-        ("gemm", 7.0, 3.5, 1, "Stream #7", "jit_step", "dot.1"),
-        ("gemm", 14.0, 0.25, 1, "Stream #7", "jit_step", "dot.1"),
+        ("gemm", 7.0, 3.5, 12, "Stream #7", "jit_step", "dot.1"),
+        ("gemm", 14.0, 0.25, 12, "Stream #7", "jit_step", "dot.1"),
         ("MemcpyH2D", 0.001, 0.002, 0, "Stream #9", "", ""),
     }
 

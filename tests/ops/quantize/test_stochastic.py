@@ -1,5 +1,7 @@
 """Stochastic rounding: the same bits everywhere, between the right neighbours, right on average."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,18 @@ from tests.ops.quantize.cases import E4M3, E5M2, KEY, RUNS, Variant, bits_of, ch
 def test_values(run, variant):
     x = make_x((150, 261), "float32", seed=9)
     check_equal(compiled(run, variant)(x), np_quantize(x, variant), variant)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_matrices_of_a_stack_round_differently(run):
+    """By the rows of all, one below another: equal matrices are not rounded alike."""
+    variant = Variant("rowwise", stochastic=True)
+    x = make_x((8, 120), "float32", seed=4)
+    want = np_quantize(np.concatenate([x, x, x]), dataclasses.replace(variant, layouts="row"))
+    q = compiled(run, variant)(jnp.stack([x, x, x]))
+    np.testing.assert_array_equal(bits_of(q.values).reshape(24, 120), bits_of(want["values"]))
+    assert (bits_of(q.values[0]) != bits_of(q.values[1])).mean() > 0.1
+    assert (bits_of(q.values_t[0]) != bits_of(q.values_t[1])).mean() > 0.1
 
 
 def test_both_layouts_round_an_element_alike():

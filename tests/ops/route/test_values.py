@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxops
+from jaxops.nn import Router
 from jaxops.ops.route import Tiles
 from tests.arrays import put
 from tests.compare import assert_close
@@ -309,3 +311,12 @@ def test_a_routing_is_a_pytree():
     doubled = jax.tree.map(lambda leaf: 2 * np.asarray(leaf), routing)
     np.testing.assert_array_equal(doubled.load, 2 * np.asarray(routing.load))
     assert [path[0].name for path, _ in jax.tree.leaves_with_path(routing)] == list(vars(routing))
+
+
+@pytest.mark.parametrize(("score", "wanted"), [("softmax", (3 / 8, 5 / 8)), ("sigmoid", (9 / 20, 11 / 20))])
+def test_mean_shares_by_hand(score, wanted):
+    """Shares of 1/4 and 3/4 (sigmoid: of 2/5 and 3/5), of halves, and of a token that does not count."""
+    router = Router(1, 2, 1, score=score, rngs=nnx.Rngs(0))
+    logits, mask = put([[0.0, np.log(3.0)], [9.0, 1.0], [2.0, 2.0]], "float32"), put([True, False, True], bool)
+    np.testing.assert_allclose(router.mean_shares(logits, mask), wanted, rtol=1e-6)
+    np.testing.assert_allclose(router.mean_shares(logits[::2]), wanted, rtol=1e-6)

@@ -1,12 +1,13 @@
 """Checkpoints of a training run: written in the background, atomic, verified when read, for any number of devices."""
 
+import contextlib
 import json
 import math
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,13 +19,12 @@ import typer
 from etils import epath
 from jax.experimental import multihost_utils
 
-from models.distributed import is_first
+from models.distributed import exchanged, is_first
 from models.ending import quiet_writers
 from models.mesh import name_of
 
 State = TypeVar("State")
 NAMED_DIFFERENCES = 3
-MESSAGE_BYTES = 300
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that are being written, or removed
 # What we add to a checkpoint's metadata. The checksums are of dtype and shape, too, except in older checkpoints, which
 # have no TYPED. OWN is the checksum of the others.
@@ -61,15 +61,13 @@ class Checkpoints:
             self._handler, async_options=ocp.options.AsyncOptions(post_finalization_callback=look)
         )
         self._path = epath.Path(self.folder)  # for the libraries
-        try:
+        with self._must_hold():
             if is_first():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for unfinished in self.folder.glob(f"*{UNFINISHED}*"):
                     shutil.rmtree(unfinished)
-            multihost_utils.sync_global_devices("the folder of checkpoints is there")
+        with self._must_hold():
             self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise self._unfit(error) from error
         by_number = DESCRIPTORS / str(self._descriptor)
         if not PLAIN.fullmatch(str(self.folder)) and by_number.exists():
             self._path = epath.Path(by_number)
@@ -171,23 +169,27 @@ class Checkpoints:
     def _try(self) -> None:
         name = f"trial{UNFINISHED}"
         try:
-            with quiet_writers():
+            with self._must_hold(), quiet_writers():
                 self._write(name, {"trial": np.zeros(1)}, {})
                 self._writer.wait_until_finished()
                 if is_first():
                     self._look(name)
-        except Exception as error:
-            raise self._unfit(error) from error
         finally:
             for left in self.folder.glob(f"{name}*") if is_first() else ():
                 shutil.rmtree(left, ignore_errors=True)
 
-    def _unfit(self, error: Exception) -> typer.BadParameter:
-        return typer.BadParameter(
-            f"{self.folder} cannot hold checkpoints: {_first_line(error).replace(str(self._path), str(self.folder))}. "
-            "Take another folder with --out.",
-            param_hint="--out",
-        )
+    @contextlib.contextmanager
+    def _must_hold(self) -> Iterator[None]:
+        """An error inside, in any process, is in all of them that the folder cannot hold checkpoints."""
+        wrong, cause = "", None
+        try:
+            yield
+        except Exception as error:  # of any type, as in _read
+            wrong, cause = _first_line(error).replace(str(self._path), str(self.folder)), error
+        if wrong := exchanged(wrong):
+            raise typer.BadParameter(
+                f"{self.folder} cannot hold checkpoints: {wrong}. Take another folder with --out.", param_hint="--out"
+            ) from cause
 
     def _stored(self, name: str) -> dict[str, str]:
         return {key: _describe(array) for key, array in self._handler.metadata(self._path / name).tree.items()}
@@ -224,13 +226,13 @@ class Checkpoints:
             stored = self._stored(str(step))
         except Exception as error:  # of any type: Orbax, TensorStore and JSON have their own
             wrong = f"its metadata cannot be read: {_first_line(error)}"
-        wrong = _of_all_processes(wrong) or self._compare(step, sums, stored, wanted)
+        wrong = exchanged(wrong) or self._compare(step, sums, stored, wanted)
         if not wrong:
             try:  # the handler alone: a checkpointer would wait here for a process that cannot read its part
                 found = self._handler.restore(self._path / str(step), args=ocp.args.StandardRestore(wanted))
             except Exception as error:
                 wrong = f"its arrays cannot be read: {_first_line(error)}"
-            wrong = _of_all_processes(wrong)
+            wrong = exchanged(wrong)
         if found is not None and not wrong:
             read = checksums(found, typed)
             if differing := [name for name in read if read[name] != sums[name]]:
@@ -314,17 +316,6 @@ def _sum(x: jax.Array) -> jax.Array:
 
 def _crc(metadata: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(metadata, sort_keys=True).encode())
-
-
-def _of_all_processes(wrong: str) -> str:
-    """The error of the first process that has one."""
-    if jax.process_count() == 1:
-        return wrong
-    padded = np.frombuffer(wrong.encode(errors="surrogateescape")[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"), np.uint8)
-    messages = [
-        bytes(message).rstrip(b"\0").decode(errors="replace") for message in multihost_utils.process_allgather(padded)
-    ]
-    return next(filter(None, messages), "")
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,12 +2,14 @@
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import typer
 
 from models.checkpoints import saved_steps
+from models.distributed import exchanged, is_first
 
 try:
     import fcntl
@@ -68,28 +70,24 @@ def new(out: Path | None, default: Path, *, resumes: bool) -> Path:
 
 
 @contextlib.contextmanager
-def written_by_one(out: Path, first: bool) -> Iterator[None]:
-    """Inside, no other process may begin to write there; a file system without locks does not hinder it.
-
-    Args:
-      first: whether this process writes.
+def written_by_one(out: Path) -> Iterator[None]:
+    """Inside, no other run may begin to write there; a file system without locks does not hinder it.
 
     Raises:
-      typer.BadParameter: another process is inside.
+      typer.BadParameter: another run is inside; in all processes of this one, of which the first writes.
     """
     out.mkdir(parents=True, exist_ok=True)
-    if fcntl is None or not first:
-        yield
-        return
-    with (out / "metrics.jsonl").open("ab") as file:
+    with (out / "metrics.jsonl" if is_first() else Path(os.devnull)).open("ab") as file:
+        wrong = ""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fcntl is not None and is_first():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise typer.BadParameter(
-                f"another process is writing to {out}: wait for its end, or take another folder with --out."
-            ) from None
+            wrong = f"another process is writing to {out}: wait for its end, or take another folder with --out."
         except OSError:
             pass
+        if wrong := exchanged(wrong):
+            raise typer.BadParameter(wrong)
         yield
 
 

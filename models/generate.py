@@ -1,7 +1,6 @@
 """Text from a checkpoint: `python -m models.generate FOLDER "once upon a time" "another prompt"`."""
 
 import dataclasses
-import io
 import json
 import pathlib
 import sys
@@ -233,8 +232,6 @@ def _next_line() -> str | None:
 
 def run(options: GenerateOptions) -> None:
     """Continues each prompt."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # of characters that the terminal cannot show
     if options.dtype not in DTYPES:
         raise typer.BadParameter(f"{options.dtype!r} is not one of {', '.join(DTYPES)}.", param_hint="--dtype")
     with errors_of_options():

@@ -181,6 +181,8 @@ def read_config(
         named with the file.
     """
     file = pathlib.Path(folder) / NAME
+    if not file.exists():
+        raise FileNotFoundError(f"{file} does not exist: name a checkpoint's folder, of a run its checkpoint-hf.")
     given = read_json(file)
     try:
         architecture = _architecture(given)

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
-import numpy as np
 import typer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from models import config, device_memory, folders
 from models.config import Options
-from models.distributed import initialize, is_first, make_console
+from models.distributed import exchanged, initialize, is_first, make_console
 from models.ending import in_one_line
 from models.finite import NotFinite
 from models.hf_config import read_json
@@ -25,7 +24,6 @@ from models.schedule import Schedule
 from models.whole_files import replace
 
 NAMED = 5  # files, in one error
-ANSWER = 8192  # bytes: twice the longest path
 
 
 def start_processes(options: Options) -> None:
@@ -104,14 +102,18 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, 
         config.check_unchanged(chosen, before / folders.CONFIG)
         check_data(sums, before / folders.DATA)
     multihost_utils.sync_global_devices("all processes have looked at the folder before one writes to it")
-    out = Path(of_first(lambda: str(before or folders.new(options.out, default, resumes=options.resume))))
-    run = Run(out, make_console(), mesh, options.save_every, options.stop_within, options.profile, options.bad_steps)
-    if options.out is None:
-        run.say(f"writes to {out}/")
-    if is_first():
+
+    def claim() -> str:
+        out = before or folders.new(options.out, default, resumes=options.resume)
         if options.save_every is not None:
             replace(out / folders.DATA, json.dumps(sums, indent=0) + "\n")
         config.write(chosen, out / folders.CONFIG)
+        return str(out)
+
+    out = Path(of_first(claim))
+    run = Run(out, make_console(), mesh, options.save_every, options.stop_within, options.profile, options.bad_steps)
+    if options.out is None:
+        run.say(f"writes to {out}/")
     return run
 
 
@@ -140,8 +142,7 @@ def of_first(find: Callable[[], str]) -> str:
             answer = f"={find()}"
         except (ValueError, OSError) as error:
             answer = f"!{error}"
-    padded = np.frombuffer(answer.encode(errors="surrogateescape")[:ANSWER].ljust(ANSWER, b"\0"), np.uint8)
-    answer = bytes(multihost_utils.broadcast_one_to_all(padded)).rstrip(b"\0").decode(errors="surrogateescape")
+    answer = exchanged(answer)
     if answer.startswith("!"):
         raise ValueError(answer[1:])
     return answer[1:]

@@ -328,7 +328,7 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
         training = dataclasses.replace(training, step=profiled)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals(run.stop_within, lambda number: stopped_line(number, run.kept())))
-        stack.enter_context(written_by_one(run.out, is_first()))
+        stack.enter_context(written_by_one(run.out))
         checkpoints = None
         if run.save_every is not None:
             checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep_best=True))

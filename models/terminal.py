@@ -30,6 +30,11 @@ def one_line(text: str) -> str:
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def lines(text: str) -> str:
+    """As `one_line`, with the line ends and tabs of a text."""
+    return re.sub(r"[^\n\t]+", lambda part: one_line(part[0]), text)
+
+
 def show_any_text() -> None:
     """From now on "?" stands for what the terminal's encoding does not have, instead of an error."""
     for stream in (sys.stdout, sys.stderr):

@@ -36,6 +36,7 @@ from models.schedule import with_steps
 from models.slots import generate
 from models.streaming import TextStream
 from models.tensor_parallel import check_rows
+from models.terminal import lines
 from models.tokenizer import Bytes, HuggingFace, Tokenizer, tokenizer_of
 
 CHAT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -350,9 +351,9 @@ def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer:
         key=jax.random.key(preset.seed),
     )
     console.print("\nHeld-out text, and how the model goes on:")
-    console.print(tokenizer.decode(prompt), style="dim", end="")
+    console.print(lines(tokenizer.decode(prompt)), style="dim", end="")
     stream = TextStream(tokenizer, prompt)
-    console.print("".join([*map(stream.add, written.tokens), stream.finish()]), style="bold")
+    console.print(lines("".join([*map(stream.add, written.tokens), stream.finish()])), style="bold")
 
 
 def run(options: LmOptions) -> None:

@@ -114,14 +114,19 @@ def test_a_run_that_was_killed_as_it_began(tmp_path):
         folders.new(out, tmp_path / "default", resumes=False)
 
 
-def test_one_process_writes_at_a_time(tmp_path):
-    with folders.written_by_one(tmp_path, True):
+def test_one_run_writes_at_a_time(tmp_path, monkeypatch):
+    with folders.written_by_one(tmp_path):
         with (
             pytest.raises(typer.BadParameter, match=r"another process is writing to .*: wait for its end"),
-            folders.written_by_one(tmp_path, True),
+            folders.written_by_one(tmp_path),
         ):
             pass
-        with folders.written_by_one(tmp_path, False):  # of the same run
-            pass
-    with folders.written_by_one(tmp_path, True):
+        with monkeypatch.context() as in_another_process:
+            in_another_process.setattr(folders, "is_first", lambda: False)
+            with folders.written_by_one(tmp_path):  # of the same run
+                pass
+            in_another_process.setattr(folders, "exchanged", lambda own: own or "what the first one found")
+            with pytest.raises(typer.BadParameter, match="what the first one found"), folders.written_by_one(tmp_path):
+                pass
+    with folders.written_by_one(tmp_path):
         pass

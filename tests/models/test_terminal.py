@@ -12,7 +12,7 @@ import typer
 
 from models import config
 from models.loop import Run
-from models.terminal import Terminal
+from models.terminal import Terminal, lines
 
 ROOT = pathlib.Path(__file__).parents[2]
 LITERAL = (
@@ -52,6 +52,10 @@ def test_names_are_shown_as_they_are(given, shown):
     with pytest.raises(typer.BadParameter) as caught:
         config.command(config.Options, refuse)()
     assert caught.value.message == f"{shown} is {shown}"
+
+
+def test_a_text_keeps_its_lines():
+    assert lines("a\tb\n\x1b[31m\r\n\n") == "a\tb\n\\x1b[31m\\r\n\n"
 
 
 def test_an_error_is_a_line(tmp_path):

@@ -90,16 +90,20 @@ def recorded() -> Iterator[list[Event]]:
             yield found
         finally:
             jax.profiler.stop_trace()
-        with warnings.catch_warnings():
-            # jaxlib 0.12 makes its types with a warning about itself; as an error it would end the process.
-            warnings.filterwarnings("ignore", "builtin type event_stats", DeprecationWarning)
-            for file in pathlib.Path(folder).rglob("*.xplane.pb"):
-                found += read(file)
+        for file in pathlib.Path(folder).rglob("*.xplane.pb"):
+            found += read(file)
     found.sort(key=lambda event: (event.device, event.start_us))
 
 
 def read(file: pathlib.Path) -> list[Event]:
     """The events of an XPlane file."""
+    with warnings.catch_warnings():
+        # jaxlib 0.12 makes its types with a warning about itself; as an error it would end the process.
+        warnings.filterwarnings("ignore", "builtin type event_stats", DeprecationWarning)
+        return _read(file)
+
+
+def _read(file: pathlib.Path) -> list[Event]:
     found = []
     data = jax.profiler.ProfileData.from_file(str(file))  # its parts are views of it
     for plane in data.planes:

@@ -257,7 +257,7 @@ def _copy_beside(new: pathlib.Path, like: pathlib.Path, architecture: str, confi
     Raises:
       ValueError: a checkpoint of another architecture or with other settings.
     """
-    # What its keys mean, who loaded the model decided.
+    # Unknown keys have been checked when the model was loaded.
     named, settings = read_config(like, ignore_config=None, **{name: getattr(config, name) for name in OF_A_RUN})
     if named != architecture or settings != config:
         raise ValueError(f"{like} is a {named} of other settings than this {architecture}: save it without like.")

@@ -68,8 +68,11 @@ def devices(mesh: Mesh | None) -> str:
 
 @contextlib.contextmanager
 def ended_in_one_line(run: Run) -> Iterator[None]:
-    """A signal, a full disk or a loss that is not finite ends the command, and the line names the kept checkpoint."""
-    with in_one_line(run.kept, run.say):
+    """A signal, a full disk or a loss that is not finite ends the command, and the line names the kept checkpoint.
+
+    Inside, no other process begins to write to the run's folder.
+    """
+    with in_one_line(run.kept, run.say), folders.written_by_one(run.out):
         try:
             yield
         except NotFinite as error:

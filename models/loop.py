@@ -24,7 +24,6 @@ from models.distributed import is_first
 from models.ending import Stopped, StopSignals, stopped_line
 from models.ending import kept as kept_line
 from models.finite import Watch
-from models.folders import written_by_one
 from models.mesh import collect, constrained, rows_of_process, shard_batch, split_objective
 from models.report import History, MetricsLog
 from models.schedule import Schedule, make_learning_rate, make_optimizer
@@ -328,7 +327,6 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
         training = dataclasses.replace(training, step=profiled)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals(run.stop_within, lambda number: stopped_line(number, run.kept())))
-        stack.enter_context(written_by_one(run.out))
         checkpoints = None
         if run.save_every is not None:
             checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep_best=True))

@@ -213,7 +213,7 @@ def json_lines(file: Path, wanted: str) -> Iterator[JsonLine]:
       ValueError: a line that is no JSON object, or has a key twice.
     """
     for source, line in lines_of(file):
-        wrong = f"{source}: {line[:80].encode()[:80]!r} is no JSON object with {wanted}"
+        wrong = f"{source}: {line[:80]!r} is no JSON object with {wanted}"
         try:
             given = json.loads(line, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:

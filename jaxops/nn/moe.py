@@ -140,7 +140,7 @@ class MoE(nnx.Module):
 
         Args:
           x: [..., in_features], bfloat16, float16 or float32.
-          mask: [...] bool, which tokens count, as in `jaxops.route`; None for all. The result of another is zeros.
+          mask: [...] bool, which tokens count, as in `jaxops.route`; None for all. The others get zeros.
 
         Returns:
           (y [..., in_features] in dtype, the `jaxops.Routing` of the tokens with the leading axes flattened: its

@@ -160,17 +160,17 @@ def update_router_bias(selection_bias: jax.Array, load: jax.Array, rate: float |
     return selection_bias + rate * jnp.sign(jnp.mean(load) - load)
 
 
-Optional = jax.Array | None
+Maybe = jax.Array | None
 
 
-def _forward(spec: Spec, plan: Plan, logits: jax.Array, selection_bias: Optional, mask: Optional) -> Any:
+def _forward(spec: Spec, plan: Plan, logits: jax.Array, selection_bias: Maybe, mask: Maybe) -> Any:
     if plan.backend == "xla" or logits.shape[0] == 0:
         return forward_xla(spec, logits, selection_bias, mask)
     assert plan.fwd is not None  # make_plan fills it
     return forward_pallas(spec, plan.fwd, logits, selection_bias, mask, interpret=plan.on.interpret)
 
 
-def _fwd(spec: Spec, plan: Plan, logits: jax.Array, selection_bias: Optional, mask: Optional):
+def _fwd(spec: Spec, plan: Plan, logits: jax.Array, selection_bias: Maybe, mask: Maybe):
     # One name for the whole Routing: to recompute a part of it takes the whole op.
     r: Any = checkpoint_name(_route(spec, plan, logits, selection_bias, mask), "route.routing")
     return r, (logits, mask, partial_routing(experts=r.experts, row_positions=r.row_positions, load=r.load))
@@ -184,7 +184,7 @@ def _bwd(spec: Spec, plan: Plan, residuals, d: Routing):
 _route = differentiable(_forward, _fwd, _bwd, static=2)
 
 
-def _backward(spec: Spec, plan: Plan, logits: jax.Array, mask: Optional, routing: Routing, cotangents: Routing) -> Any:
+def _backward(spec: Spec, plan: Plan, logits: jax.Array, mask: Maybe, routing: Routing, cotangents: Routing) -> Any:
     """The gradient of logits, in their dtype. Both routings are the parts that `_fwd` and `_bwd` keep."""
     if plan.backend == "xla" or logits.shape[0] == 0:
         return backward_xla(spec, logits, mask, routing, cotangents)

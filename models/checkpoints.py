@@ -153,13 +153,14 @@ class Checkpoints:
         self._writer.save(self._path / name, args=ocp.args.StandardSave(arrays), custom_metadata=metadata)
 
     def _look(self, name: str) -> None:
-        """Reads the metadata of what is being written. The first process calls it before a checkpoint gets its name.
+        """Reads which arrays are written. The first process calls it before a checkpoint gets its name.
+
+        Not its own metadata: Orbax may still be writing that file.
 
         Raises:
-          OSError: it is not what was saved.
+          OSError: they are not what was saved.
         """
         try:
-            self._metadata(name)
             found = self._stored(name)
         except Exception as error:  # of any type, as in _read
             raise OSError(f"{self.folder / name} was written and cannot be read: {_first_line(error)}") from error

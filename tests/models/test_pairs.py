@@ -131,7 +131,7 @@ def test_a_folder_with_an_error(folder, change, error):
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("{", r"line 2: b'\{' is no JSON object with an \"image\" and a \"text\" that are strings"),
+        ("{", r"line 2: '\{' is no JSON object with an \"image\" and a \"text\" that are strings"),
         ('{"image": "00.png"}', 'line 2: .* is no JSON object with an "image" and a "text"'),
         ('{"image": "00.png", "text": 7}', "that are strings"),
         ("[1]", "that are strings"),

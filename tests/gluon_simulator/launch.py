@@ -1,0 +1,101 @@
+"""A launch: the kernel's arguments from jax-triton's, one machine, and the results."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests.gluon_simulator.hopper import Descriptor
+from tests.gluon_simulator.language import Jit
+from tests.gluon_simulator.machine import Machine
+from tests.gluon_simulator.memory import Memory
+from tests.gluon_simulator.tensors import INT32, INT64, Tensor
+
+
+@dataclasses.dataclass
+class Settings:
+    """seed: of the order of events. overlap: see `memory.Array.mark`. launched: names. error: the last one, since JAX hides it."""
+
+    seed: int = 0
+    overlap: bool = False
+    launched: list[str] = dataclasses.field(default_factory=list)
+    error: BaseException | None = None
+
+
+settings = Settings()
+
+
+@contextlib.contextmanager
+def setting(**values: Any) -> Iterator[Settings]:
+    global settings
+    before, settings = settings, Settings(**values)
+    try:
+        yield settings
+    finally:
+        settings = before
+
+
+def run(
+    kernel: Jit, name: str, tree, results: tuple, grid: int, programs: int, aliases: dict[int, int],
+    constants: dict[str, Any], descriptor: type, wrappers: tuple[type, type], *arrays,
+) -> list[np.ndarray]:  # fmt: skip
+    """Simulates one launch. aliases: as jax-triton counts operands."""
+    static, placeholder = wrappers
+    memory = Memory()
+    found: list[Any] = []
+    owners: dict[int, Any] = {}
+    arguments = jax.tree.unflatten(tree, range(len(arrays)))
+    leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, (descriptor, static, placeholder)))
+    leaves = [x for x in leaves if not isinstance(x, placeholder)]
+    numbers = {out: _number(leaves[operand], descriptor) for operand, out in aliases.items()}
+    for out, (shape, dtype) in enumerate(results):
+        if out in numbers:
+            start = np.array(arrays[numbers[out]], dtype)
+        else:
+            start = np.frombuffer(b"\xff" * (int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).copy()
+        found.append(memory.add(start, f"result {out} of {name}"))
+        if out in numbers:
+            owners[numbers[out]] = found[-1]
+
+    def array(number: int):
+        if number not in owners:
+            owners[number] = memory.add(np.array(arrays[number]), f"operand {number} of {name}")
+        return owners[number]
+
+    def value(x: Any, inside: bool) -> Any:
+        if isinstance(x, placeholder):
+            return found[x.ordinal].pointer()
+        if isinstance(x, static):
+            return _constant(x.value, inside)
+        if isinstance(x, descriptor):
+            return Descriptor(array(x.base), x.shape, x.strides, x.block_shape, x.layout)
+        if isinstance(x, (tuple, list)):
+            return tuple(value(each, True) for each in x)
+        return None if x is None else array(x).pointer()
+
+    names = [x for x in kernel.signature.parameters if x not in constants]
+    given = {parameter: value(x, False) for parameter, x in zip(names, arguments, strict=True)}
+    machine = Machine(grid, programs, settings.seed, settings.overlap)
+    machine.memory = memory
+    settings.launched.append(name)
+    try:
+        machine.run(lambda: kernel.fn(**given, **constants))
+    except BaseException as error:
+        settings.error = error
+        raise
+    return [x.numbers.reshape(shape) for x, (shape, _) in zip(found, results, strict=True)]
+
+
+def _number(leaf: Any, descriptor: type) -> int:
+    return leaf.base if isinstance(leaf, descriptor) else leaf
+
+
+def _constant(x: Any, inside: bool) -> Any:
+    """A number; 1 is a constant of the compiled kernel, unless it is in a tuple."""
+    if isinstance(x, bool) or not isinstance(x, int) or (x == 1 and not inside):
+        return x
+    return Tensor(x, INT32 if -(2**31) <= x < 2**31 else INT64)
+

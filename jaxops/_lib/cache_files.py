@@ -14,7 +14,7 @@ def cache_folder(name: str) -> pathlib.Path:
     """
     try:
         folder = platformdirs.user_cache_path("jaxops") / name
-    except (RuntimeError, KeyError) as error:
+    except RuntimeError as error:
         raise FileNotFoundError(f"this user has no home folder: {error}") from error
     if not folder.is_absolute():  # which the XDG specification forbids: it would be another one after a chdir
         raise FileNotFoundError(f"the cache folder {folder} is no absolute path")

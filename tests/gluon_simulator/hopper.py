@@ -113,7 +113,7 @@ def async_load(desc: Descriptor, coord, barrier: Buffer, result: Buffer, pred=Tr
     ranks = list(range(agent.programs)) if unwrap(multicast) and agent.programs > 1 else [None]
     part = own_part(result.shape, halves_of(desc.layout, len(result.shape)))
     source, inside, numbers = desc.box(coord, part)
-    desc.array.check_read(numbers)
+    undefined = desc.array.undefined(numbers)  # as of rows behind a group, which are loaded and not used
     started = []
     for rank in ranks:
         to = barrier_of(barrier, rank)
@@ -124,7 +124,9 @@ def async_load(desc: Descriptor, coord, barrier: Buffer, result: Buffer, pred=Tr
     def end():
         for access, to, into in started:
             into[...] = 0
-            into[inside] = source[numbers]
+            found = source[numbers]
+            found[undefined] = np.nan
+            into[inside] = found
             access.phase = to.phase
             to.complete(desc.nbytes_per_cta)
 

@@ -100,7 +100,9 @@ def arange(start, end, layout=None) -> Tensor:
 
 def full(shape, value, dtype, layout=None) -> Tensor:
     shape, dtype = tuple(operator.index(n) for n in unwrap(shape)), unwrap(dtype)
-    return Tensor(np.broadcast_to(to_tensor(value).used().astype(dtype.numpy), shape), dtype, halves_of(layout, len(shape)))
+    return Tensor(
+        np.broadcast_to(to_tensor(value).used().astype(dtype.numpy), shape), dtype, halves_of(layout, len(shape))
+    )
 
 
 def zeros(shape, dtype, layout=None) -> Tensor:

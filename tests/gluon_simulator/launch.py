@@ -98,4 +98,3 @@ def _constant(x: Any, inside: bool) -> Any:
     if isinstance(x, bool) or not isinstance(x, int) or (x == 1 and not inside):
         return x
     return Tensor(x, INT32 if -(2**31) <= x < 2**31 else INT64)
-

@@ -25,16 +25,11 @@ class Array:
     def pointer(self) -> Tensor:
         return Tensor(self.base, pointer_type(self.type))
 
-    def check_read(self, at) -> None:
-        """Of elements that another partition stored in this launch, it must be known that they were."""
+    def undefined(self, at) -> np.ndarray:
+        """Which elements another partition stores in this launch, without a word that it has."""
         writers = self.writers[at]
-        if not writers.any():
-            return
         clock, me = machine.current().clock, machine.current().index
-        written = writers > 0
-        late = written & (writers - 1 != me) & (clock[writers - 1] < self.times[at])
-        if late.any():
-            raise SimulationError(f"a read of {self.name}, which another partition writes in the same launch")
+        return (writers > 0) & (writers - 1 != me) & (clock[writers - 1] < self.times[at])
 
     def mark(self, at, by_tma: bool = False) -> None:
         """Stores. A launch writes each element once, unless a test says otherwise: twice would be a tile in another's
@@ -84,7 +79,8 @@ class Memory:
             return np.zeros(pointers.shape, type.numpy)
         array, numbers, at = self._elements(pointers, type)
         if array.type is type:
-            array.check_read(at)
+            if array.undefined(at).any():
+                raise SimulationError(f"a read of {array.name}, which another partition writes in the same launch")
             own = {0} | {agent.index + 1 for agent in machine.current().machine.agents
                          if agent.program is machine.current().program}  # fmt: skip
             if not fresh and not set(np.unique(array.writers[at])) <= own:

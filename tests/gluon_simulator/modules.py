@@ -81,7 +81,9 @@ class TritonFunction:
 class _Call:
     """jax-triton's primitive: binds as a callback that simulates the launch."""
 
-    def bind(self, *arrays, fn, name, in_tree, out_shapes, grid, backend_options, input_output_aliases, metaparams, **_):
+    def bind(
+        self, *arrays, fn, name, in_tree, out_shapes, grid, backend_options, input_output_aliases, metaparams, **_
+    ):
         run = functools.partial(
             launch.run, fn, name, in_tree, tuple((x.shape, x.dtype) for x in out_shapes), grid[0],
             backend_options["num_ctas"], dict(input_output_aliases), dict(metaparams), TensorDescriptor,

@@ -254,4 +254,3 @@ def _registers(data: np.ndarray) -> list[np.ndarray]:
     raw = np.pad(raw, ((0, 0), (0, -raw.shape[1] % 4)))
     words = np.ascontiguousarray(raw).view(np.uint32)
     return [words[:, i].copy() for i in range(words.shape[1])]
-

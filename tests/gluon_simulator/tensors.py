@@ -167,7 +167,9 @@ class Tensor:
     def reshape(self, *shape):
         shape = tuple(map(operator.index, shape[0] if isinstance(shape[0], (list, tuple)) else shape))
         halves = tuple(i == 0 and self.halves[:1] == (True,) for i in range(len(shape)))
-        if any(self.halves) and (self.halves[1:] != (False,) * (len(self.halves) - 1) or shape[0] != self.data.shape[0]):
+        if any(self.halves) and (
+            self.halves[1:] != (False,) * (len(self.halves) - 1) or shape[0] != self.data.shape[0]
+        ):
             raise SimulationError("a reshape that moves numbers between the programs of a cluster")
         return self.like(self.data.reshape(shape), halves)
 

@@ -169,6 +169,7 @@ def test_what_is_written_is_read_back(chosen, tmp_path):
         ("steps: 1e3", r"line 1: steps is 1000\.0: .*integer"),
         ("learning_rate: .inf", r"line 1: learning_rate is '\.inf': .*number"),
         ("seed: 4294967296", r"line 1: seed is 4294967296: .*less than 4294967296"),
+        ("seed: 089", r'line 1 .*: 089 begins with a zero: write 89, or "089"'),
         ("\nseed: 012", r'line 2 .*: 012 begins with a zero: write 12, or "012" for a text\.$'),
         ("learning_rate: 1e400", r"line 1 .*: 1e400 is no finite number\.$"),
         ("steps: 5\nmodel: {layers: 1}\nsteps: 6", r"line 3 .*: steps stands here a second time: leave one out\.$"),

@@ -31,7 +31,6 @@ def forward_xla(
         indices = jnp.where(row < offsets[-1], indices, 0)
     if spec.capacity is not None:
         rank = positions - offsets[experts]
-        rank = rank if mask is None else jnp.where(mask[:, None], rank, T)
         offsets = jnp.concatenate([offsets[:1], jnp.cumsum(jnp.minimum(load, spec.capacity), dtype=jnp.int32)])
         positions = jnp.where(rank < spec.capacity, offsets[experts] + rank, T * k)
         token = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[:, None], (T, k))

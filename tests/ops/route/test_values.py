@@ -116,7 +116,7 @@ def test_scores_below_the_range_of_their_sums(run, score, biased):
     variant = Variant(4, 2, T=6, score=score, weight_scale=2.5, selection_bias=biased, fwd=Tiles(4, 2))
     rng = np.random.default_rng(0)
     case = make_case(variant) | {"selection_bias": put([9, 9, 0, 0], "float32"), "dz_loss": jnp.float32(0)}
-    for shift in (0, -30, -60, -200):
+    for shift in (0, -30, -45, -60, -200):
         logits = rng.normal(size=(6, 4)) + (np.array([shift, shift, 1, 0]) if biased else shift)
         logits = logits.astype(np.float32).astype(np.float64)
         r, gradient = jax.tree.map(np.asarray, compiled(run, variant)(case | {"logits": put(logits, "float32")}))

@@ -1,0 +1,391 @@
+"""Random problems for every Hopper kernel, in small whole numbers: all sums are exact, so a kernel has the reference's
+bits, on the card and in the simulator (tests/gluon_simulator).
+
+Sizes are no multiples of a tile. There are empty groups, rows outside the groups, with NaN in them, and two or more
+tiles a program of three.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import jaxops
+from jaxops._lib import activations
+from jaxops._lib.device import Device, current_device
+from jaxops._lib.ragged import padded_rows, padded_starts
+from jaxops.ops.fp8_matmul import Tiles as FP8Tiles
+from jaxops.ops.fp8_matmul.operand import Operand
+from jaxops.ops.fp8_matmul.xla import multiply_xla
+from jaxops.ops.grouped_matmul import Plan, Tiles, grouped_matmul_sum
+from tests.arrays import put
+
+H200 = Device("NVIDIA H200", "gpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """run(*arrays) calls the kernel, want() is what it must return.
+
+    close: within so many roundings to bfloat16, where an activation is not exact; on a CPU one FP8 number in 10,000 may
+    then be its neighbour.
+    """
+
+    run: Callable[..., Any]
+    arrays: tuple
+    want: Callable[[], tuple[np.ndarray, ...]]
+    close: int = 0
+
+    def check(self, got=None) -> None:
+        found = jax.tree.leaves(jax.jit(self.run)(*self.arrays) if got is None else got)
+        wanted = self.want()
+        assert len(found) == len(wanted)
+        for i, (x, y) in enumerate(zip(found, wanted, strict=True)):
+            assert x.shape == y.shape, f"result {i}"
+            itemsize = x.dtype.itemsize
+            x, y = np.asarray(x).astype(np.float32), np.asarray(y).astype(x.dtype).astype(np.float32)
+            limit = self.close * 2.0**-8 * np.abs(y) + (1e-3 if self.close else 0)
+            wrong = ~(np.abs(x - y) <= limit)
+            if self.close and itemsize == 1 and jax.default_backend() == "cpu" and wrong.mean() < 1e-4:
+                wrong = ~(np.abs(x - y) <= np.abs(y) / 8)
+            assert not wrong.any(), (
+                f"result {i}: {wrong.sum()} of {x.size} differ, the first at {np.argwhere(wrong)[0]}"
+            )
+
+
+KINDS: dict[str, Callable[[np.random.Generator], Problem]] = {}
+
+
+def kind(name: str, *variants: str):
+    """Registers a function of a generator; with variants one problem for each."""
+
+    def register(function):
+        for variant in variants or ("",):
+            call = functools.partial(function, variant) if variants else function
+            KINDS[f"{name}-{variant}" if variant else name] = call
+        return function
+
+    return register
+
+
+def whole(rng, *shape: int, most: int = 3, dtype: Any = jnp.bfloat16) -> np.ndarray:
+    return rng.integers(-most, most + 1, shape).astype(dtype)
+
+
+def offsets_of(rng, M: int, G: int) -> np.ndarray:
+    """G groups in M rows: one is empty, one has one row, some rows are before and some behind all groups."""
+    cuts = np.sort(rng.integers(9, M - 3, G - 3))
+    return np.array([5, 5, 6, *cuts, M - 3], np.int32)
+
+
+def spoiled(rows: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """With NaN outside the groups."""
+    rows = rows.copy()
+    rows[: offsets[0]] = rows[offsets[-1] :] = np.nan
+    return rows
+
+
+def inside_of(offsets: np.ndarray, M: int) -> np.ndarray:
+    row = np.arange(M)
+    return (row >= offsets[0]) & (row < offsets[-1])
+
+
+def groups(offsets: np.ndarray):
+    return [(g, slice(lo, hi)) for g, (lo, hi) in enumerate(zip(offsets[:-1], offsets[1:], strict=True))]
+
+
+def product(lhs, rhs, offsets, bias=None) -> np.ndarray:
+    """Each group's rows times its matrix, in float32; zeros outside."""
+    out = np.zeros((lhs.shape[0], rhs.shape[2]), np.float32)
+    for g, rows in groups(offsets):
+        out[rows] = lhs[rows].astype(np.float32) @ rhs[g].astype(np.float32)
+        if bias is not None:
+            out[rows] += bias[g].astype(np.float32)
+    return out
+
+
+def gradient(lhs, dout, offsets) -> np.ndarray:
+    return np.stack([lhs[r].astype(np.float32).T @ dout[r].astype(np.float32) for _, r in groups(offsets)])
+
+
+# grouped_matmul, one array of weights or one a modality
+
+_HOPPER = functools.partial(Tiles, kernel="triton")
+TILES = {
+    "128x128": _HOPPER(128, 128, 64, 8, 6, 2),
+    "ping-pong": _HOPPER(128, 128, 64, 8, 5, 1, ping_pong=True, dynamic=True),
+    "ping-pong-halves": _HOPPER(128, 128, 64, 8, 6, 2, ping_pong=True),
+    "256x128": _HOPPER(256, 128, 64, 8, 3, 2, dynamic=True),
+    "256x128-halves": _HOPPER(256, 128, 64, 8, 4, 1),
+    "128x256": _HOPPER(128, 256, 64, 8, 3, 2),
+    "128x256-halves": _HOPPER(128, 256, 64, 8, 4, 2, dynamic=True),
+    "cluster": _HOPPER(256, 256, 64, 8, 3, 2),
+    "cluster-halves": _HOPPER(256, 256, 64, 8, 4, 1, dynamic=True),
+}
+
+
+def _grouped(rng, M=435, K=136, N=264, G=5):
+    offsets = offsets_of(rng, M, G)
+    lhs, dout = (spoiled(whole(rng, M, n), offsets) for n in (K, N))
+    return lhs, whole(rng, G, K, N), whole(rng, G, N), dout, offsets
+
+
+@kind("grouped_matmul", *TILES)
+def _three_passes(name: str, rng) -> Problem:
+    lhs, rhs, bias, dout, offsets = _grouped(rng)
+    plan = Plan("triton", *[TILES[name]] * 3)
+
+    def run(lhs, rhs, dout, offsets):
+        out, vjp = jax.vjp(lambda a, b: jaxops.grouped_matmul(a, b, offsets, bias=put(bias), plan=plan), lhs, rhs)
+        return out, *vjp(dout)
+
+    def want():
+        dlhs = product(dout, rhs.swapaxes(1, 2), offsets)
+        return product(lhs, rhs, offsets, bias), dlhs, gradient(lhs, dout, offsets)
+
+    return Problem(run, (lhs, rhs, dout, offsets), want)
+
+
+@kind("grouped_wgrad", *TILES)
+def _split_and_added(name: str, rng) -> Problem:
+    """Sums that are cut into parts, and added to what the result holds; a group without rows stays as it is."""
+    lhs, rhs, _, dout, offsets = _grouped(rng, M=int(rng.integers(500, 900)), K=72)
+    plan = Plan("triton", wgrad=dataclasses.replace(TILES[name], split=int(rng.integers(2, 9))))
+    before = rhs.astype(np.float32)
+    before[0, 0, 0] = -0.0
+    run = lambda lhs, dout, offsets, sums: (
+        jaxops.grouped_wgrad(lhs, dout, offsets, plan=plan),
+        jaxops.grouped_wgrad(lhs, dout, offsets, plan=plan, accumulate_into=sums),
+    )
+    want = lambda: (gradient(lhs, dout, offsets), before + gradient(lhs, dout, offsets))
+    return Problem(run, (lhs, dout, offsets, before), want)
+
+
+@kind("grouped_matmul_sum", "128x256", "ping-pong", "cluster")
+def _two_products(name: str, rng) -> Problem:
+    lhs, rhs, _, _, offsets = _grouped(rng)
+    other, other_rhs = spoiled(whole(rng, *lhs.shape), offsets), whole(rng, *rhs.shape)
+    plan = Plan("triton", fwd=TILES[name], device=H200)
+
+    def run(a, b, c, d, offsets):
+        how = {"plan": plan, "out_dtype": jnp.float32}
+        turned = tuple(jnp.swapaxes(w, 1, 2) for w in (c, d))
+        return (
+            grouped_matmul_sum((a, b), (c, d), offsets, **how),
+            grouped_matmul_sum((a, b), turned, offsets, **how, transpose_rhs=True),
+        )
+
+    want = lambda: (product(lhs, rhs, offsets) + product(other, other_rhs, offsets),) * 2
+    return Problem(run, (lhs, other, rhs, other_rhs, offsets), want)
+
+
+@kind("modality_grouped_matmul", "128x256", "ping-pong", "256x128-halves", "cluster")
+def _modalities(name: str, rng) -> Problem:
+    """Of three modalities the middle one has the most rows, others the most columns; NaN past a modality's own K."""
+    M, shapes = 400, ((2, 72, 200), (3, 136, 72), (1, 16, 264))
+    offsets = offsets_of(rng, M, 6)
+    lhs, dout = (spoiled(whole(rng, M, n), offsets) for n in (136, 264))
+    firsts = np.cumsum([0, *(g for g, _, _ in shapes)])
+    for (_, K, N), lo, hi in zip(shapes, firsts[:-1], firsts[1:], strict=True):
+        lhs[offsets[lo] : offsets[hi], K:], dout[offsets[lo] : offsets[hi], N:] = np.nan, np.nan
+    rhs = tuple(whole(rng, *shape) for shape in shapes)
+    plan = Plan("triton", *[TILES[name]] * 3)
+
+    def run(lhs, rhs, dout, offsets):
+        out, vjp = jax.vjp(lambda a, b: jaxops.modality_grouped_matmul(a, b, offsets, plan=plan), lhs, rhs)
+        return out, *vjp(dout)
+
+    def want():
+        out, dlhs, drhs = np.zeros((M, 264), np.float32), np.zeros((M, 136), np.float32), []
+        for w, lo, hi in zip(rhs, firsts[:-1], firsts[1:], strict=True):
+            K, N, own = *w.shape[1:], offsets[lo : hi + 1]
+            rows = slice(own[0], own[-1])
+            out[rows, :N] = product(lhs[:, :K], w, own)[rows]
+            dlhs[rows, :K] = product(dout[:, :N], w.swapaxes(1, 2), own)[rows]
+            drhs.append(gradient(lhs[:, :K], dout[:, :N], own))
+        return out, dlhs, *drhs
+
+    return Problem(run, (lhs, rhs, dout, offsets), want)
+
+
+# The gated unit, and the backward of the layer around it
+
+
+def unit_of(gate, up, activation: str) -> np.ndarray:
+    """In float32, from pre-activations that are rounded to bfloat16."""
+    gate, up = (x.astype(ml_dtypes.bfloat16).astype(np.float32) for x in (gate, up))
+    return np.asarray(activations.activate(put(gate), activation)) * up
+
+
+ACTIVATIONS = sorted(activations.ACTIVATIONS)
+
+
+@kind("grouped_glu", *ACTIVATIONS, "silu-gathered", "relu-gathered")
+def _unit(name: str, rng) -> Problem:
+    """With what is saved; rows in place or where wild indices say."""
+    activation, _, gathered = name.partition("-")
+    M, K, F, G, T = 420, 128 if gathered else 136, 264, 5, 530
+    offsets = offsets_of(rng, M, G)
+    x = whole(rng, T if gathered else M, K, most=1)
+    weights = tuple(whole(rng, G, K, F, most=1) / 4 for _ in range(2))
+    indices = np.where(rng.random(M) < 0.1, rng.choice([-1, T, 2**31 - 1, -(2**31)], M), rng.integers(0, T, M))
+    rows = spoiled(x[np.clip(indices, 0, T - 1)] if gathered else x, offsets)
+    stages, save = (3, True) if activation < "relu" else (4, bool(gathered) or activation == "silu")
+
+    def run(x, gate, up, offsets, indices):
+        from jaxops.ops.grouped_glu.fwd_triton import fwd_triton
+
+        given = (indices.astype(jnp.int32),) if gathered else ()
+        how = {"activation": activation, "save": save, "panel": 2, "dynamic": stages == 4, "stages": stages}
+        return fwd_triton(x, (gate, up), offsets, *given, **how, cores=current_device().cores)
+
+    def want():
+        gate, up = (product(rows, w, offsets) for w in weights)
+        return (unit_of(gate, up, activation), gate, up) if save else (unit_of(gate, up, activation),)
+
+    return Problem(run, (x if gathered else rows, *weights, offsets, indices.astype(np.int32)), want, close=1)
+
+
+@kind("moe_mlp_bwd", *ACTIVATIONS)
+def _unit_backward(activation: str, rng) -> Problem:
+    R, D, F, G = 700, 136, 200, 6
+    offsets = offsets_of(rng, R, G)
+    dy = spoiled(whole(rng, R, D, most=2) / 2, offsets)
+    gate, up = (np.where(inside_of(offsets, R)[:, None], whole(rng, R, F, most=2) / 2, 0) for _ in range(2))
+    w, weights = whole(rng, G, F, D, most=2) / 4, (1 + whole(rng, R, dtype=np.float32)) / 4
+    dynamic = activation in ("relu", "silu")
+
+    def run(dy, w, gate, up, weights, offsets):
+        from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
+
+        how = {"activation": activation, "panel": 2, "dynamic": dynamic, "cores": current_device().cores}
+        dgate, dup, h, dots = bwd_triton(dy, w, gate, up, weights, offsets, **how)
+        return dgate, dup, h, jnp.sum(dots, axis=0)
+
+    def want():
+        dh = product(dy, w.swapaxes(1, 2), offsets)
+        value, slope = map(np.asarray, activations.activate_and_slope(put(gate, jnp.float32), activation))
+        h, weight = value * up.astype(np.float32), weights[:, None]
+        return dh * weight * up.astype(np.float32) * slope, dh * weight * value, h * weight, (dh * h).sum(1)
+
+    return Problem(run, (dy, w, gate.astype(dy.dtype), up.astype(dy.dtype), weights, offsets), want, close=3)
+
+
+# FP8
+
+
+def _operand(rng, scaling: str, *shape: int, dtype=jnp.float8_e4m3fn, nan=None) -> Operand:
+    """Whole numbers, and scales that are powers of two. nan: rows that are NaN, and so are their scales."""
+    *stack, rows, K = shape
+    blocks = [-(-size // 128) for size in (rows, K)]
+    of = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": blocks}[scaling]
+    values, scales = whole(rng, *shape, most=2, dtype=dtype), np.exp2(rng.integers(-2, 3, (*stack, *of)))
+    scales = np.asarray(scales, np.float32)
+    if nan is not None:
+        values[nan] = np.nan
+        if scaling in ("rowwise", "block_1x128"):
+            scales[..., nan] = np.nan
+    return Operand(put(values), put(scales), scaling)
+
+
+SCALINGS = {
+    "tensor": ("tensorwise", "tensorwise"),
+    "fast": ("tensorwise", "tensorwise"),
+    "rowwise": ("rowwise", "rowwise"),
+    "rowwise-fast": ("rowwise", "rowwise"),
+    "blocks": ("block_1x128", "block_128x128"),
+    "outer": ("block_1x128", "block_1x128"),
+}
+
+
+def _fp8(rng, name: str, a: Operand, b: Operand, offsets, length=None) -> Problem:
+    """Results of 16 and 32 bits, with tiles that differ and each depth of the pipeline at some time."""
+    fast, dynamic = "fast" in name, offsets is not None
+    sizes = [(128, 128, 5), (192, 128, 3), (128, 64, 6)] + [(128, 256, 3)] * fast
+    (bm, bn, stages), out = sizes[rng.integers(len(sizes))], ("bfloat16", "float32")[rng.integers(2)]
+    tiles = FP8Tiles("triton", bm, bn, stages=stages, panel=2, dynamic=dynamic)
+
+    def run(a, b, offsets):
+        from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton
+
+        how = {"fast": fast, "tiles": tiles, "cores": current_device().cores, "out_dtype": jnp.dtype(out)}
+        return multiply_triton(a, b, offsets, length=length, **how)
+
+    def want():
+        return (np.asarray(multiply_xla(a, b, offsets, length=length, out_dtype=jnp.dtype(out))),)
+
+    return Problem(run, (a, b, offsets), want)
+
+
+@kind("fp8_dense", *SCALINGS)
+def _fp8_dense(name: str, rng) -> Problem:
+    M, N, K = int(rng.integers(300, 500)), int(rng.choice([264, 200, 131])), int(rng.choice([272, 700, 96]))
+    left, right = SCALINGS[name]
+    return _fp8(rng, name, _operand(rng, left, M, K), _operand(rng, right, N, K), None)
+
+
+@kind("fp8_rows", *[name for name in SCALINGS if name != "outer"])
+def _fp8_rows(name: str, rng) -> Problem:
+    M, N, K, G = int(rng.integers(300, 500)), int(rng.choice([264, 200, 131])), int(rng.choice([272, 700])), 5
+    offsets = offsets_of(rng, M, G)
+    outside = ~inside_of(offsets, M)
+    a = _operand(rng, SCALINGS[name][0], M, K, nan=outside)
+    b = _operand(rng, SCALINGS[name][1], G, N, K)
+    if name.startswith(("tensor", "fast")):  # one scale a group
+        b = dataclasses.replace(b, scales=put(np.exp2(rng.integers(-2, 3, G)), jnp.float32))
+    if name.startswith("rowwise"):
+        b = dataclasses.replace(b, scales=put(np.exp2(rng.integers(-2, 3, (G, N))), jnp.float32))
+    return _fp8(rng, name, a, b, put(offsets))
+
+
+@kind("fp8_contraction", "tensor", "fast", "rowwise", "outer")
+def _fp8_contraction(name: str, rng) -> Problem:
+    """Groups of several steps, whose column layouts are padded with zeros."""
+    length, M, N, G = 900, int(rng.choice([200, 131])), int(rng.choice([136, 264])), 5
+    offsets = offsets_of(rng, length, G)
+    Kp = padded_rows(length, G)
+    a, b = (_operand(rng, scaling, n, Kp) for scaling, n in zip(SCALINGS[name], (M, N), strict=True))
+    starts, inside = np.asarray(padded_starts(put(offsets), length)), np.zeros(Kp, bool)
+    for (_, rows), start in zip(groups(offsets), starts[:-1], strict=True):
+        inside[start : start + rows.stop - rows.start] = True
+    a, b = (dataclasses.replace(x, values=put(np.where(inside, x.values, 0), x.values.dtype)) for x in (a, b))
+    return _fp8(rng, name, a, b, put(offsets), length)
+
+
+@kind("fp8_unit", *ACTIVATIONS, "silu-gathered", "gelu-gathered")
+def _fp8_unit(name: str, rng) -> Problem:
+    """The bits of the product, and the unit and its cast by Pallas."""
+    from jaxops.ops.fp8_matmul import RECIPES
+    from jaxops.ops.moe_mlp.unit_fp8 import unit_cast
+
+    activation, _, gathered = name.partition("-")
+    M, K, F, G = 430, int(rng.choice([272, 160])), 256, 5
+    offsets = offsets_of(rng, M, G)
+    outside = ~inside_of(offsets, M)
+    b = _operand(rng, "block_128x128", G, 2 * F, K)
+    indices = rng.integers(0, M, M).astype(np.int32)
+    tokens = _operand(rng, "block_1x128", M, K, nan=None if gathered else outside)
+    rows = Operand(tokens.values[indices], tokens.scales[:, indices], tokens.scaling) if gathered else tokens
+    tiles = FP8Tiles("triton", 128, 128, stages=int(rng.integers(2, 5)), panel=2, dynamic=activation != "silu")
+    pow2, save, inside = bool(rng.integers(2)), activation != "relu", inside_of(offsets, M)
+
+    def run(tokens, b, starts, indices):
+        from jaxops.ops.fp8_matmul.unit_triton import unit_triton
+
+        given = (indices,) if gathered else ()
+        how = {"activation": activation, "pow2": pow2, "save": save, "tiles": tiles, "cores": current_device().cores}
+        values, scales, *saved = unit_triton(tokens, b, starts, *given, **how)
+        return values, jnp.where(inside, scales, 0), *saved
+
+    def want():
+        gate_up = multiply_xla(rows, b, put(offsets), out_dtype=jnp.dtype("bfloat16"))
+        h = unit_cast(activation, RECIPES["blockwise"], gate_up, put(offsets), pow2_scales=pow2, backend="pallas")
+        values = np.where(inside[:, None], np.asarray(h.values).astype(np.float32), 0)
+        return (values, np.where(inside, h.scales, 0), *[np.asarray(gate_up)] * save)
+
+    return Problem(run, (tokens, b, put(offsets), put(indices)), want, close=1)

@@ -16,7 +16,6 @@ from tests.gluon_simulator.tensors import (
     INT32,
     Tensor,
     binary,
-    constexpr,
     halves_of,
     joined_halves,
     own_part,
@@ -51,7 +50,7 @@ def aggregate(cls):
 def _range(*args):
     args = [unwrap(x) for x in args]
     numbers = _builtins["range"](*map(operator.index, args))
-    return map(lambda x: Tensor(x, INT32), numbers) if any(isinstance(x, Tensor) for x in args) else numbers
+    return (Tensor(x, INT32) for x in numbers) if any(isinstance(x, Tensor) for x in args) else numbers
 
 
 def _extreme(name: str, function):
@@ -100,9 +99,8 @@ def arange(start, end, layout=None) -> Tensor:
 
 def full(shape, value, dtype, layout=None) -> Tensor:
     shape, dtype = tuple(operator.index(n) for n in unwrap(shape)), unwrap(dtype)
-    return Tensor(
-        np.broadcast_to(to_tensor(value).used().astype(dtype.numpy), shape), dtype, halves_of(layout, len(shape))
-    )
+    numbers = np.broadcast_to(to_tensor(value).used().astype(dtype.numpy), shape)
+    return Tensor(numbers, dtype, halves_of(layout, len(shape)))
 
 
 def zeros(shape, dtype, layout=None) -> Tensor:
@@ -248,11 +246,9 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack) -> Tens
 
 
 allocate_shared_memory = Buffer.allocate
-NAMES: dict[str, Any] = {
-    name: globals()[name]
-    for name in (
-        "minimum maximum where cdiv arange full zeros zeros_like convert_layout cast sum cumsum reduce join exp erf load store "
-        "atomic_add atomic_max program_id num_programs num_ctas static_assert barrier warp_specialize to_tensor constexpr "
-        "inline_asm_elementwise allocate_shared_memory"
-    ).split()
-}
+_NAMES = """
+    minimum maximum where cdiv arange full zeros zeros_like convert_layout cast sum cumsum reduce join exp erf load
+    store atomic_add atomic_max program_id num_programs num_ctas static_assert barrier warp_specialize to_tensor
+    inline_asm_elementwise allocate_shared_memory
+"""
+NAMES: dict[str, Any] = {name: globals()[name] for name in _NAMES.split()}

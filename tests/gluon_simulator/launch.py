@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,13 @@ from tests.gluon_simulator.tensors import INT32, INT64, Tensor
 
 @dataclasses.dataclass
 class Settings:
-    """seed: of the order of events. overlap: see `memory.Array.mark`. launched: names. error: the last one, since JAX hides it."""
+    """
+    Attributes:
+      seed: of the order of events.
+      overlap: see `memory.Array.mark`.
+      launched: names.
+      error: the last one, which JAX does not pass on as it is.
+    """
 
     seed: int = 0
     overlap: bool = False
@@ -78,8 +84,7 @@ def run(
 
     names = [x for x in kernel.signature.parameters if x not in constants]
     given = {parameter: value(x, False) for parameter, x in zip(names, arguments, strict=True)}
-    machine = Machine(grid, programs, settings.seed, settings.overlap)
-    machine.memory = memory
+    machine = Machine(memory, grid, programs, settings.seed, settings.overlap)
     settings.launched.append(name)
     try:
         machine.run(lambda: kernel.fn(**given, **constants))
@@ -87,6 +92,17 @@ def run(
         settings.error = error
         raise
     return [x.numbers.reshape(shape) for x, (shape, _) in zip(found, results, strict=True)]
+
+
+def simulate(
+    kernel: Callable[..., Any], arrays: Sequence[np.ndarray] = (), *, results: Sequence[np.ndarray] = (), grid: int = 1,
+    programs: int = 1, seed: int = 0,
+) -> list[np.ndarray]:  # fmt: skip
+    """Runs kernel(*arrays, *results), each as a `memory.Array`, without JAX; returns what the results then hold."""
+    memory = Memory()
+    given = [memory.add(np.array(x), f"array {i}") for i, x in enumerate([*arrays, *results])]
+    Machine(memory, grid, programs, seed).run(lambda: kernel(*given))
+    return [x.numbers.reshape(like.shape) for x, like in zip(given[len(arrays) :], results, strict=True)]
 
 
 def _number(leaf: Any, descriptor: type) -> int:

@@ -9,6 +9,7 @@ to TMA and the tensor core (PTX manual, "Async proxy").
 import random
 import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +35,18 @@ def current() -> "Agent":
 def where() -> str:
     """The line of the kernel that runs now."""
     frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if "gluon_simulator" not in name:
-            return f"{name.rpartition('/')[2]}:{frame.f_lineno} in {frame.f_code.co_name}"
+    while frame is not None and _is_ours(frame.f_code):
         frame = frame.f_back
-    return "?"
+    return "?" if frame is None else _line(frame.f_code, frame.f_lineno)
+
+
+def _is_ours(code: types.CodeType) -> bool:
+    folder, _, file = code.co_filename.rpartition("/")
+    return folder.endswith("gluon_simulator") and not file.startswith("test_")
+
+
+def _line(code: types.CodeType, number: int) -> str:
+    return f"{code.co_filename.rpartition('/')[2]}:{number} in {code.co_name}"
 
 
 class Agent:
@@ -56,6 +63,7 @@ class Agent:
         self.published = parent.published.copy() if parent else np.zeros(machine.capacity, np.int64)
         self.clock[self.index] = 1
         self.turn = threading.Semaphore(0)
+        self.thread: threading.Thread | None = None
         self.ready: Callable[[], bool] | None = None
         self.waits_at = ""
         self.finished = False
@@ -121,18 +129,19 @@ class Program:
         self.number, self.rank, self.cluster = number, rank, cluster
         self.shared: list = []
         self.barriers: dict = {}
-        self.meetings = 0
+        self.meetings, self.brought = 0, ()
 
 
 class Machine:
     """One launch.
 
+    memory: `memory.Memory`, the arrays.
     late: asynchronous operations end only when everybody waits, or when the program waits for them; otherwise at any
     time.
     """
 
-    def __init__(self, grid: int, programs: int, seed: int, overlap: bool = False):
-        self.grid, self.programs, self.overlap = grid, programs, overlap
+    def __init__(self, memory: Any, grid: int, programs: int, seed: int, overlap: bool = False):
+        self.memory, self.grid, self.programs, self.overlap = memory, grid, programs, overlap
         self.rng = random.Random(seed)
         self.late = seed % 3 == 0
         self.restless = (0.0, 0.3, 0.05)[seed % 3]
@@ -227,6 +236,7 @@ class Machine:
         self.hand_on()
         self.idle.acquire()
         for agent in self.agents:
+            assert agent.thread is not None
             agent.thread.join()
         if self.error is not None:
             raise self.error
@@ -259,8 +269,7 @@ def where_of(error: BaseException) -> str:
     """The innermost line of a kernel in an error's traceback."""
     trace, found = error.__traceback__, "?"
     while trace is not None:
-        code = trace.tb_frame.f_code
-        if "gluon_simulator" not in code.co_filename:
-            found = f"{code.co_filename.rpartition('/')[2]}:{trace.tb_lineno} in {code.co_name}"
+        if not _is_ours(trace.tb_frame.f_code):
+            found = _line(trace.tb_frame.f_code, trace.tb_lineno)
         trace = trace.tb_next
     return found

@@ -6,7 +6,7 @@ from tests.gluon_simulator import machine
 from tests.gluon_simulator.machine import SimulationError
 from tests.gluon_simulator.tensors import BY_NUMPY, Tensor, Type, pointer_type
 
-_SPACING = 40  # bits of an address inside an array
+_SPACING = 40  # bits of an address inside an array, which starts in their middle
 
 
 class Array:
@@ -17,7 +17,7 @@ class Array:
     """
 
     def __init__(self, number: int, numbers: np.ndarray, name: str):
-        self.base, self.numbers, self.name = (number + 1) << _SPACING, numbers.reshape(-1), name
+        self.base, self.numbers, self.name = (2 * number + 1) << (_SPACING - 1), numbers.reshape(-1), name
         self.type: Type = BY_NUMPY[numbers.dtype]
         self.writers = np.zeros(self.numbers.size, np.int32)
         self.times = np.zeros(self.numbers.size, np.int64)
@@ -54,7 +54,7 @@ class Memory:
 
     def find(self, addresses: np.ndarray, itemsize: int) -> tuple[Array, np.ndarray]:
         """The array that all addresses lie in, and their offsets in it in bytes."""
-        number = int(addresses.flat[0] >> _SPACING) - 1
+        number = int(addresses.flat[0] >> _SPACING)
         if not 0 <= number < len(self.arrays):
             raise SimulationError("a pointer to no array")
         array = self.arrays[number]

@@ -123,13 +123,12 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         **language.NAMES,
         **{name: getattr(layouts, name) for name in (
             "BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout")},
-        **{name: kind for name, kind in TYPES.items()},
-        static_range=language._range,
+        **TYPES, static_range=language._range, constexpr=constexpr,
         pointer_type=pointer_type, tensor=Tensor, shared_memory_descriptor=Buffer,
     )  # fmt: skip
     mbarrier = _module(
-        "mbarrier", allocate_mbarrier=hopper.allocate_mbarrier, init=hopper.init, wait=hopper.wait, arrive=hopper.arrive,
-        expect=hopper.expect, MBarrierLayout=layouts.MBarrierLayout,
+        "mbarrier", allocate_mbarrier=hopper.allocate_mbarrier, MBarrierLayout=layouts.MBarrierLayout, init=hopper.init,
+        wait=hopper.wait, arrive=hopper.arrive, expect=hopper.expect,
     )  # fmt: skip
     tma = _module("tma", async_load=hopper.async_load, async_store=hopper.async_store, store_wait=hopper.store_wait)
     gluon = _module(

@@ -220,10 +220,8 @@ def run(text: str, constraints: str, args: list[Tensor], type: Type, pack: int) 
     registers: dict[str, np.ndarray] = {}
     number = results
     for arg in args:
-        if arg.lanes is not None:
-            data = arg.lanes
-        else:
-            data = np.broadcast_to(arg.used(), (count,) if threads else shape)
+        data = arg.used() if arg.lanes is None else arg.lanes
+        data = np.broadcast_to(data, (count,) if threads else shape)
         for register in _registers(data.reshape(count, -1)):
             registers[f"${number}"] = register
             number += 1

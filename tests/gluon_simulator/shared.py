@@ -78,7 +78,7 @@ def _numbers(marks: np.ndarray) -> list[int]:
 
 
 class Buffer:
-    """gl.shared_memory_descriptor. Each program of a cluster has a buffer of the whole shape, and its own part of it."""
+    """gl.shared_memory_descriptor. Each program of a cluster has one of the whole shape, and uses its own part."""
 
     def __init__(self, number: int, offset: int, shape, strides, type: Type, layout):
         self.number, self.offset, self.shape, self.strides = number, offset, list(shape), list(strides)

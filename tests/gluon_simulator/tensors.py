@@ -74,6 +74,9 @@ class constexpr:
     def __getitem__(self, i):
         return self.value[i]
 
+    def __neg__(self):
+        return -self.value
+
 
 def unwrap(x: Any) -> Any:
     return x.value if isinstance(x, constexpr) else x
@@ -97,13 +100,6 @@ OPERATORS = ("add", "sub", "mul", "floordiv", "mod", "truediv", "and_", "or_", "
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 for _name in OPERATORS + COMPARISONS:
     _constant_operator(_name)
-
-
-def _neg(self):
-    return -self.value
-
-
-constexpr.__neg__ = _neg
 
 
 class Tensor:
@@ -237,9 +233,8 @@ def to_tensor(x) -> Tensor:
 def _promoted(a: Tensor, b: Tensor, weak_a: bool, weak_b: bool) -> Type:
     """Triton's rule: a constant takes the tensor's type unless it is a float and the tensor is not."""
     x, y = a.type, b.type
-    if weak_a != weak_b and x.is_float == y.is_float:
-        weak, strong = (x, y) if weak_a else (y, x)
-        return strong if strong is not INT1 or weak is INT1 else weak if weak is not INT64 or not weak_a else weak
+    if weak_a != weak_b and x.is_float == y.is_float and INT1 not in (x, y):
+        return y if weak_a else x
     if x.is_float != y.is_float:
         return x if x.is_float else y
     if x.is_float:
@@ -278,6 +273,7 @@ def _move(pointer: Tensor, offset: Tensor, constant: bool, sign: int) -> Tensor:
     numbers = offset.used()
     if offset.type is INT32 and not constant and numbers.size and np.abs(numbers.astype(np.int64)).max() >= REACH:
         raise SimulationError(f"a pointer moves by {numbers.max()} elements, computed in 32 bits: too many on the card")
+    assert pointer.type.element_ty is not None
     step = sign * pointer.type.element_ty.itemsize
     halves = joined_halves(pointer, offset)
     return Tensor(pointer.used() + step * numbers.astype(np.int64), pointer.type, halves)

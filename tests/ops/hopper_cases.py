@@ -7,6 +7,7 @@ tiles a program of three.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +97,7 @@ def inside_of(offsets: np.ndarray, M: int) -> np.ndarray:
 
 
 def groups(offsets: np.ndarray):
-    return [(g, slice(lo, hi)) for g, (lo, hi) in enumerate(zip(offsets[:-1], offsets[1:], strict=True))]
+    return [(g, slice(lo, hi)) for g, (lo, hi) in enumerate(itertools.pairwise(offsets))]
 
 
 def product(lhs, rhs, offsets, bias=None) -> np.ndarray:

@@ -102,18 +102,18 @@ class Descriptor:
         return self.array.numbers, inside, numbers
 
 
-def async_load(desc: Descriptor, coord, barrier: Buffer, result: Buffer, pred=True, multicast=False) -> None:
+def async_load(tensor_desc: Descriptor, coord, barrier: Buffer, result: Buffer, pred=True, multicast=False) -> None:
     agent = machine.current()
     if not true(pred):
         return
-    if result.shape != desc.block_shape or result.type is not desc.dtype:
-        raise SimulationError(f"a box {desc.block_shape} is loaded into a buffer of {result.shape}")
+    if result.shape != tensor_desc.block_shape or result.type is not tensor_desc.dtype:
+        raise SimulationError(f"a box {tensor_desc.block_shape} is loaded into a buffer of {result.shape}")
     if unwrap(multicast) and agent.programs > 1 and agent.rank:
         return  # the first program loads for both
     ranks = list(range(agent.programs)) if unwrap(multicast) and agent.programs > 1 else [None]
-    part = own_part(result.shape, halves_of(desc.layout, len(result.shape)))
-    source, inside, numbers = desc.box(coord, part)
-    undefined = desc.array.undefined(numbers)  # as of rows behind a group, which are loaded and not used
+    part = own_part(result.shape, halves_of(tensor_desc.layout, len(result.shape)))
+    source, inside, numbers = tensor_desc.box(coord, part)
+    undefined = tensor_desc.array.undefined(numbers)  # as of rows behind a group, which are loaded and not used
     started = []
     for rank in ranks:
         to = barrier_of(barrier, rank)
@@ -128,7 +128,7 @@ def async_load(desc: Descriptor, coord, barrier: Buffer, result: Buffer, pred=Tr
             found[undefined] = np.nan
             into[inside] = found
             access.phase = to.phase
-            to.complete(desc.nbytes_per_cta)
+            to.complete(tensor_desc.nbytes_per_cta)
 
     agent.machine.fly(end)
     agent.pause()
@@ -144,16 +144,16 @@ class _Store:
             self.end()
 
 
-def async_store(desc: Descriptor, coord, src: Buffer) -> None:
+def async_store(tensor_desc: Descriptor, coord, src: Buffer) -> None:
     agent = machine.current()
-    if src.shape != desc.block_shape or src.type is not desc.dtype:
-        raise SimulationError(f"a box {desc.block_shape} is stored from a buffer of {src.shape}")
-    part = own_part(src.shape, halves_of(desc.layout, len(src.shape)))
-    into, inside, numbers = desc.box(coord, part)
+    if src.shape != tensor_desc.block_shape or src.type is not tensor_desc.dtype:
+        raise SimulationError(f"a box {tensor_desc.block_shape} is stored from a buffer of {src.shape}")
+    part = own_part(src.shape, halves_of(tensor_desc.layout, len(src.shape)))
+    into, inside, numbers = tensor_desc.box(coord, part)
     access = Access(agent, "read", True, over=False)
     src.read(access, part)
     view = src.view(part)
-    desc.array.mark(numbers, by_tma=True)
+    tensor_desc.array.mark(numbers, by_tma=True)
 
     def end():
         into[numbers] = view[inside]

@@ -212,7 +212,9 @@ def produce(
     """Loads the operands of this program's tiles, step by step, until there are no more. CUT: see `locate`.
 
     DYNAMIC: the next tile is the next one of all programs (an atomic counter in the work list), not every
-    num_programs-th. A cluster's first program passes its number to the other one, through RING numbers behind the list.
+    num_programs-th. A cluster's first program passes each number to the other one, through RING numbers behind the
+    list, also where both know it: through tiles without steps, for which the first one loads nothing, the other one
+    could otherwise run so far ahead that its arrivals at `shared` complete two phases, and the first one misses one.
     """
     KIND: gl.constexpr = pipe.KIND
     SPLIT: gl.constexpr = pipe.SPLIT
@@ -303,10 +305,10 @@ def produce(
             s, phase = advance(s, phase, pipe.STAGES)
         if DYNAMIC and not pipe.GATHERED:
             following = gl.num_programs(0) + finish_fetch_add(following)
-            if gl.num_ctas() > 1:
-                slot = schedule + COLUMNS * entries + RING * gl.program_id(0) + turn
-                following = share_number(slot, following, t)
-                turn = (turn + 1) % RING
+        if gl.num_ctas() > 1:
+            slot = schedule + COLUMNS * entries + RING * gl.program_id(0) + turn
+            following = share_number(slot, following, t)
+            turn = (turn + 1) % RING
         t = following
     finish_tiles(pipe, s, phase)
 

@@ -36,7 +36,7 @@ def ragged_gemm_kernel(
     BUFFERS: gl.constexpr, CUT: gl.constexpr, EPILOGUE: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     if CUT:  # what the epilogue counts finished parts in
-        args = (schedule + COLUMNS * entries + (RING * gl.num_programs(0) if DYNAMIC and gl.num_ctas() > 1 else 0),)
+        args = (schedule + COLUMNS * entries + (RING * gl.num_programs(0) if gl.num_ctas() > 1 else 0),)
     GATHERED: gl.constexpr = gather is not None
     pipe = make_pipeline(b_descs[0].dtype, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED)
     bufs = result_buffers(ptr_0, 2 * BUFFERS, desc_0.block_shape[1], desc_0.block_shape[2])
@@ -198,7 +198,7 @@ def ragged_gemm(
     exact = gemm.contraction and slots == 1  # else there may be fewer tiles: see `next_in_order`
     if not exact and gemm.programs == 1 and 2 * count > cores:
         grid = cores
-    zeros = RING.value * grid if gemm.dynamic and gemm.programs > 1 else 0
+    zeros = RING.value * grid if gemm.programs > 1 else 0
     if slots > 1:
         zeros += slots * tiles * gemm.programs
         schedule, entries = schedule_parts(offsets, K, gemm.split, zeros=zeros)
@@ -213,7 +213,7 @@ def ragged_gemm(
     return triton_call(
         kernel=ragged_gemm_kernel, out_type=tuple(x.type for x in results), grid=grid,
         programs=gemm.programs, name=gemm.name, flops=gemm.flops, bytes_accessed=gemm.bytes_accessed,
-        a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic or slots > 1 else schedule,
+        a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic or zeros else schedule,
         args=args, **named, entries=entries, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn,
         STAGES=gemm.stages, PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2, DYNAMIC=gemm.dynamic,
         KIND=(CONTRACTION if gemm.contraction else ROWS).value, TRANSPOSED=gemm.transposed, OPERANDS=gemm.operands,

@@ -73,6 +73,13 @@ def test_sources(folder, monkeypatch):
     assert tuned_rows(OP, H200)[0] == MINE
 
 
+def test_removed_rows_are_not_used_any_more():
+    """Nor in a process that has read them."""
+    assert MINE in tuned_rows(OP, H200)
+    assert len(remove_rows(OP)) == 1
+    assert MINE not in tuned_rows(OP, H200)
+
+
 def test_each_device_has_its_own_file(tmp_path):
     """Named after what JAX calls the device."""
     (tmp_path / OP).mkdir()

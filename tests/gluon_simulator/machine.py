@@ -130,6 +130,15 @@ class Program:
         self.shared: list = []
         self.barriers: dict = {}
         self.meetings, self.brought = 0, ()
+        self.ended = False
+
+    def end(self) -> None:
+        """Its shared memory is gone: nobody of the cluster may still arrive at its mbarriers."""
+        agent = current()
+        self.ended = True
+        for barrier in self.barriers.values():
+            if any(agent.clock[index] < time for index, time in barrier.remote.items()):
+                raise SimulationError("a program ends, and nothing says that the cluster's other one no longer arrives")
 
 
 class Machine:
@@ -232,7 +241,7 @@ class Machine:
             cluster: list[Program] = []
             cluster += [Program(number, rank, cluster) for rank in range(self.programs)]
             for program in cluster:
-                self.start(Agent(self, "kernel", program, 4), kernel)
+                self.start(Agent(self, "kernel", program, 4), lambda program=program: (kernel(), program.end()))
         self.hand_on()
         self.idle.acquire()
         for agent in self.agents:

@@ -217,8 +217,13 @@ class Barrier:
         self.clock = agent.machine.new_clock()
         self.given = [np.zeros_like(agent.clock), np.zeros_like(agent.clock)]
         self.released = [np.zeros_like(agent.clock), np.zeros_like(agent.clock)]
+        self.remote: dict[int, int] = {}  # last arrivals from the cluster's other program
 
     def arrive(self, agent: Agent, count: int, bytes: int = 0, knowing: bool = True) -> None:
+        if self.owner is not agent.program:
+            self.remote[agent.index] = agent.time
+            if self.owner.ended:
+                raise SimulationError("an arrival at an mbarrier of a program that has ended")
         if self.pending < count:
             raise SimulationError(f"{count} arrivals, where the phase waits for {self.pending}")
         if knowing:

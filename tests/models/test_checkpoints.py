@@ -74,10 +74,10 @@ def test_another_model_is_an_error(state, message, tmp_path):
 
 
 def test_which_stay(tmp_path):
-    """The newest two, and the best."""
-    heldout = {2: 3.0, 4: 1.0, 6: float("nan"), 8: 2.0}
+    """The newest two, and the best: no loss is less than one that is not a number, and none is least beside it."""
+    heldout = {1: float("nan"), 2: 3.0, 4: 1.0, 6: float("nan"), 8: 2.0}
     with Checkpoints(tmp_path, keep=2, keep_best=True) as checkpoints:
-        for done in (2, 4, 6, 8):
+        for done in (1, 2, 4, 6, 8):
             checkpoints.save(arrays(), done, heldout=heldout.get(done))
     assert saved_steps(tmp_path) == [4, 6, 8]
     with Checkpoints(tmp_path, keep=2, keep_best=True) as checkpoints:  # another process knows the best, too

@@ -126,6 +126,17 @@ def test_parameters_of_rows_outside_get_no_gradient():
         np.testing.assert_array_equal(a, b)
 
 
+def test_parameters_of_key_rows_outside_get_no_gradient():
+    """Of `kv`: its rows outside may be NaN."""
+    spoilt = KV.copy()
+    spoilt[KEY_ENDS[-1] :] = np.nan
+    layer = ours(flax_attention())
+    gradient = nnx.jit(nnx.grad(lambda layer, kv: jnp.sum(layer(X, ENDS, kv, kv_offsets=KEY_ENDS) ** 2)))
+    got, want = (jax.tree.leaves(gradient(layer, kv)) for kv in (spoilt, KV))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

@@ -8,6 +8,7 @@ tiles a program of three.
 import dataclasses
 import functools
 import itertools
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,10 @@ def compare(found, wanted, close: int) -> None:
 KINDS: dict[str, Callable[[np.random.Generator], Problem]] = {}
 
 
+def problem_of(name: str, seed: int) -> Problem:
+    return KINDS[name](np.random.default_rng([seed, zlib.crc32(name.encode())]))
+
+
 def kind(name: str, *variants: str):
     """Registers a function of a generator; with variants one problem for each."""
 
@@ -79,9 +84,10 @@ def whole(rng, *shape: int, most: int = 3, dtype: Any = jnp.bfloat16) -> np.ndar
     return rng.integers(-most, most + 1, shape).astype(dtype)
 
 
-def offsets_of(rng, M: int, G: int) -> np.ndarray:
-    """G groups in M rows: one is empty, one has one row, some rows are before and some behind all groups."""
-    cuts = np.sort(rng.integers(9, M - 3, G - 3))
+def offsets_of(rng, M: int, G: int, huge: bool = False) -> np.ndarray:
+    """G groups in M rows: one is empty, one has one row, some rows are before and some behind all groups. huge: one has
+    most rows."""
+    cuts = np.sort(rng.integers(M * 4 // 5 if huge else 9, M - 3, G - 3))
     return np.array([5, 5, 6, *cuts, M - 3], np.int32)
 
 
@@ -131,15 +137,18 @@ TILES = {
 }
 
 
-def _grouped(rng, M=435, K=136, N=264, G=5):
-    offsets = offsets_of(rng, M, G)
+def _grouped(rng, M=435, K=136, N=264, G=5, huge=False):
+    """N: rows of results are no whole sectors, and stored by threads; K: or by TMA if N is a multiple of 16."""
+    offsets = offsets_of(rng, M, G, huge)
     lhs, dout = (spoiled(whole(rng, M, n), offsets) for n in (K, N))
     return lhs, whole(rng, G, K, N), whole(rng, G, N), dout, offsets
 
 
 @kind("grouped_matmul", *TILES)
 def _three_passes(name: str, rng) -> Problem:
-    lhs, rhs, bias, dout, offsets = _grouped(rng)
+    lhs, rhs, bias, dout, offsets = _grouped(
+        rng, K=144 if "halves" in name else 136, N=264 if "halves" in name else 272
+    )
     plan = Plan("triton", *[TILES[name]] * 3)
 
     def run(lhs, rhs, dout, offsets):
@@ -156,8 +165,9 @@ def _three_passes(name: str, rng) -> Problem:
 @kind("grouped_wgrad", *TILES)
 def _split_and_added(name: str, rng) -> Problem:
     """Sums that are cut into parts, and added to what the result holds; a group without rows stays as it is."""
-    lhs, rhs, _, dout, offsets = _grouped(rng, M=int(rng.integers(500, 900)), K=72)
-    plan = Plan("triton", wgrad=dataclasses.replace(TILES[name], split=int(rng.integers(2, 9))))
+    N = 264 if TILES[name].dynamic else 272
+    lhs, rhs, _, dout, offsets = _grouped(rng, M=int(rng.integers(900, 1200)), K=72, N=N, huge=True)
+    plan = Plan("triton", wgrad=dataclasses.replace(TILES[name], split=int(rng.integers(5, 9))))
     before = rhs.astype(np.float32)
     before[0, 0, 0] = -0.0
     run = lambda lhs, dout, offsets, sums: (
@@ -166,6 +176,23 @@ def _split_and_added(name: str, rng) -> Problem:
     )
     want = lambda: (gradient(lhs, dout, offsets), before + gradient(lhs, dout, offsets))
     return Problem(run, (lhs, dout, offsets, before), want)
+
+
+@kind("grouped_matmul_empty", "128x256", "ping-pong", "cluster", "cluster-halves")
+def _tiles_without_steps(name: str, rng) -> Problem:
+    """Most groups are empty, and most rows in none: one tile without steps after another. A cluster's second program has
+    no rows of the weight gradients."""
+    M, K, N, G = 3_000, 72, 272, 30
+    sizes = np.where(rng.random(G) < 0.1, rng.integers(1, 90, G), 0)
+    offsets = np.cumsum([M // 3, *sizes]).astype(np.int32)
+    (lhs, dout), rhs = (spoiled(whole(rng, M, n), offsets) for n in (K, N)), whole(rng, G, K, N)
+    plan = Plan("triton", *[TILES[name]] * 3)
+    run = lambda lhs, rhs, dout, offsets: (
+        jaxops.grouped_matmul(lhs, rhs, offsets, plan=plan),
+        jaxops.grouped_wgrad(lhs, dout, offsets, plan=plan),
+    )
+    want = lambda: (product(lhs, rhs, offsets), gradient(lhs, dout, offsets))
+    return Problem(run, (lhs, rhs, dout, offsets), want)
 
 
 @kind("grouped_matmul_sum", "128x256", "ping-pong", "cluster")
@@ -305,12 +332,21 @@ SCALINGS = {
 }
 
 
-def _fp8(rng, name: str, a: Operand, b: Operand, offsets, length=None) -> Problem:
-    """Results of 16 and 32 bits, with tiles that differ and each depth of the pipeline at some time."""
-    fast, dynamic = "fast" in name, offsets is not None
-    sizes = [(128, 128, 5), (192, 128, 3), (128, 64, 6)] + [(128, 256, 3)] * fast
-    (bm, bn, stages), out = sizes[rng.integers(len(sizes))], ("bfloat16", "float32")[rng.integers(2)]
-    tiles = FP8Tiles("triton", bm, bn, stages=stages, panel=2, dynamic=dynamic)
+# Columns of the result, length of the sums, tiles, and whether the result is in 32 bits.
+_FP8_WAYS = [
+    (264, 272, (128, 128, 5), False),
+    (131, 700, (192, 128, 3), False),
+    (200, 160, (128, 64, 6), True),
+    (272, 96, (192, 128, 4), True),
+    (131, 272, (128, 128, 4), True),
+    (144, 384, (128, 64, 8), False),
+]
+
+
+def _fp8(name: str, way: tuple, a: Operand, b: Operand, offsets, length=None) -> Problem:
+    fast, out = "fast" in name, ("bfloat16", "float32")[way[3]]
+    bm, bn, stages = (128, 256, 3) if fast and way[2] == (128, 128, 5) else way[2]
+    tiles = FP8Tiles("triton", bm, bn, stages=stages, panel=2, dynamic=offsets is not None and bn == 128)
 
     def run(a, b, offsets):
         from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton
@@ -326,15 +362,14 @@ def _fp8(rng, name: str, a: Operand, b: Operand, offsets, length=None) -> Proble
 
 @kind("fp8_dense", *SCALINGS)
 def _fp8_dense(name: str, rng) -> Problem:
-    M, N, K = int(rng.integers(300, 500)), int(rng.choice([264, 200, 131])), int(rng.choice([272, 700, 96]))
-    left, right = SCALINGS[name]
-    return _fp8(rng, name, _operand(rng, left, M, K), _operand(rng, right, N, K), None)
+    (M, way), (left, right) = (int(rng.integers(300, 500)), _FP8_WAYS[list(SCALINGS).index(name)]), SCALINGS[name]
+    return _fp8(name, way, *(_operand(rng, scaling, n, way[1]) for scaling, n in ((left, M), (right, way[0]))), None)
 
 
 @kind("fp8_rows", *[name for name in SCALINGS if name != "outer"])
 def _fp8_rows(name: str, rng) -> Problem:
-    M, N, K, G = int(rng.integers(300, 500)), int(rng.choice([264, 200, 131])), int(rng.choice([272, 700])), 5
-    offsets = offsets_of(rng, M, G)
+    M, G, way = int(rng.integers(300, 500)), 5, _FP8_WAYS[list(SCALINGS).index(name) - 2]
+    (N, K, _, _), offsets = way, offsets_of(rng, M, G)
     outside = ~inside_of(offsets, M)
     a = _operand(rng, SCALINGS[name][0], M, K, nan=outside)
     b = _operand(rng, SCALINGS[name][1], G, N, K)
@@ -342,13 +377,14 @@ def _fp8_rows(name: str, rng) -> Problem:
         b = dataclasses.replace(b, scales=put(np.exp2(rng.integers(-2, 3, G)), jnp.float32))
     if name.startswith("rowwise"):
         b = dataclasses.replace(b, scales=put(np.exp2(rng.integers(-2, 3, (G, N))), jnp.float32))
-    return _fp8(rng, name, a, b, put(offsets))
+    return _fp8(name, way, a, b, put(offsets))
 
 
 @kind("fp8_contraction", "tensor", "fast", "rowwise", "outer")
 def _fp8_contraction(name: str, rng) -> Problem:
     """Groups of several steps, whose column layouts are padded with zeros."""
-    length, M, N, G = 900, int(rng.choice([200, 131])), int(rng.choice([136, 264])), 5
+    length, G, way = 900, 5, _FP8_WAYS[list(SCALINGS).index(name) - 4]
+    M, N = int(rng.choice([200, 131])), way[0]
     offsets = offsets_of(rng, length, G)
     Kp = padded_rows(length, G)
     a, b = (_operand(rng, scaling, n, Kp) for scaling, n in zip(SCALINGS[name], (M, N), strict=True))
@@ -356,7 +392,7 @@ def _fp8_contraction(name: str, rng) -> Problem:
     for (_, rows), start in zip(groups(offsets), starts[:-1], strict=True):
         inside[start : start + rows.stop - rows.start] = True
     a, b = (dataclasses.replace(x, values=put(np.where(inside, x.values, 0), x.values.dtype)) for x in (a, b))
-    return _fp8(rng, name, a, b, put(offsets), length)
+    return _fp8(name, way, a, b, put(offsets), length)
 
 
 @kind("fp8_unit", *ACTIVATIONS, "silu-gathered", "gelu-gathered")

@@ -1,16 +1,15 @@
 """Every Hopper kernel on small random problems: on a Hopper GPU, elsewhere in the simulator."""
 
-import numpy as np
 import pytest
 
 from tests.gluon_simulator import simulated
-from tests.ops.hopper_cases import KINDS, compare
+from tests.ops.hopper_cases import KINDS, compare, problem_of
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("kind", KINDS)
 def test_values(kind):
-    problem = KINDS[kind](np.random.default_rng(0))
+    problem = problem_of(kind, 0)
     compare(problem.results(), problem.want(), problem.close)
 
 
@@ -18,7 +17,7 @@ def test_values(kind):
 @pytest.mark.parametrize("seed", range(1, 5))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_simulator_has_the_cards_bits(kind, seed):
-    problem = KINDS[kind](np.random.default_rng(seed))
+    problem = problem_of(kind, seed)
     card = problem.results()
     with simulated(seed):
         compare(problem.results(), card, problem.close)

@@ -216,6 +216,20 @@ def test_bad_logits(run, variant):
 
 
 @pytest.mark.parametrize("run", RUNS)
+def test_a_group_with_a_nan(run):
+    """It has the sum of its two best others, of whatever sign the NaN is: 0 / 0 has one on x86, and `np.nan` none."""
+    case = make_case(DEEPSEEK)
+    logits = np.array(case["logits"])
+    logits[::2, 2], logits[1::2, 2] = np.nan, -np.nan
+    case["logits"] = put(logits)
+    routing, _ = compiled(run, DEEPSEEK)(case)
+    reference, _ = compiled("reference", DEEPSEEK)(case)
+    np.testing.assert_array_equal(routing.experts, reference.experts)
+    for tokens in (slice(0, None, 2), slice(1, None, 2)):
+        assert np.isin(np.asarray(routing.experts)[tokens], [0, 1]).any()
+
+
+@pytest.mark.parametrize("run", RUNS)
 def test_weights_are_not_divided_again_after_dropping(run):
     case = make_case(DROPPING)
     dropping, _ = compiled(run, DROPPING)(case)

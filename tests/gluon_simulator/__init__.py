@@ -22,7 +22,7 @@ __all__ = ["SimulationError", "simulated"]
 
 
 @contextlib.contextmanager
-def simulated(seed: int = 0, cores: int = 4, overlap: bool = False) -> Iterator[launch.Settings]:
+def simulated(seed: int = 0, cores: int = 5, overlap: bool = False) -> Iterator[launch.Settings]:
     """
     Args:
       seed: of the order in which partitions run and asynchronous operations end.

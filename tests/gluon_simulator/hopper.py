@@ -17,6 +17,8 @@ def true(pred) -> bool:
 
 # mbarriers
 
+_MOST_WAITS = 20_000  # of one partition
+
 
 def allocate_mbarrier(batch=None, two_ctas=False) -> Buffer:
     from tests.gluon_simulator.layouts import MBarrierLayout
@@ -40,6 +42,9 @@ def wait(mbarrier: Buffer, phase, pred=True) -> None:
     if not true(pred) or (two_programs(mbarrier) and agent.rank):  # only the first program waits on one of both
         return
     barrier, parity = barrier_of(mbarrier), operator.index(unwrap(phase)) & 1
+    agent.waits += 1
+    if agent.waits > _MOST_WAITS:
+        raise SimulationError("a loop that does not end")
     if not barrier.passed(parity):
         agent.wait(lambda: barrier.passed(parity))
     agent.pause()

@@ -69,6 +69,7 @@ def run(
     def array(number: int):
         if number not in owners:
             owners[number] = memory.add(np.array(arrays[number]), f"operand {number} of {name}")
+            owners[number].is_operand = True
         return owners[number]
 
     def value(x: Any, inside: bool) -> Any:

@@ -67,6 +67,7 @@ class Agent:
         self.ready: Callable[[], bool] | None = None
         self.waits_at = ""
         self.finished = False
+        self.waits = 0
         self.wgmmas: list = []  # in flight, the oldest first
         self.stores: list = []  # by TMA, in flight
         self.copies: list = []  # cp.async, in flight

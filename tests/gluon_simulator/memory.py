@@ -19,6 +19,7 @@ class Array:
     def __init__(self, number: int, numbers: np.ndarray, name: str):
         self.base, self.numbers, self.name = (2 * number + 1) << (_SPACING - 1), numbers.reshape(-1), name
         self.type: Type = BY_NUMPY[numbers.dtype]
+        self.is_operand = False  # which another kernel may use as well
         self.writers = np.zeros(self.numbers.size, np.int32)
         self.times = np.zeros(self.numbers.size, np.int64)
 
@@ -31,10 +32,15 @@ class Array:
         clock, me = machine.current().clock, machine.current().index
         return (writers > 0) & (writers - 1 != me) & (clock[writers - 1] < self.times[at])
 
+    def check_written(self) -> None:
+        if self.is_operand:
+            raise SimulationError(f"{self.name} is written, which is neither a result nor a Scratch")
+
     def mark(self, at, by_tma: bool = False) -> None:
         """Stores. A launch writes each element once, unless a test says otherwise: twice would be a tile in another's
         place, whichever comes last."""
         agent = machine.current()
+        self.check_written()
         if self.writers[at].any() and not agent.machine.overlap:
             raise SimulationError(f"an element of {self.name} is stored twice")
         self.writers[at] = agent.index + 1

@@ -110,6 +110,8 @@ def atomic(address: int, change: Callable[[int], int], order: str = "relaxed") -
     array, offset = agent.machine.memory.find(np.array([address]), 4)
     numbers = array.numbers.view(np.int32)
     before = int(numbers[offset[0] // 4])
+    if change(before) != before:
+        array.check_written()
     if order in ("acq_rel", "acquire") and address in agent.machine.atomics:
         agent.acquire(*agent.machine.atomics[address])
     if order in ("acq_rel", "release"):

@@ -85,10 +85,10 @@ def whole(rng, *shape: int, most: int = 3, dtype: Any = jnp.bfloat16) -> np.ndar
 
 
 def offsets_of(rng, M: int, G: int, huge: bool = False) -> np.ndarray:
-    """G groups in M rows: one is empty, one has one row, some rows are before and some behind all groups. huge: one has
-    most rows."""
-    cuts = np.sort(rng.integers(M * 4 // 5 if huge else 9, M - 3, G - 3))
-    return np.array([5, 5, 6, *cuts, M - 3], np.int32)
+    """G groups in M rows: one is empty, one has one row, one 64; some rows are before and some behind all
+    groups. huge: one has most rows."""
+    cuts = np.sort(rng.integers(M * 4 // 5 if huge else 73, M - 3, G - 4))
+    return np.array([5, 5, 6, 70, *cuts, M - 3], np.int32)
 
 
 def spoiled(rows: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -125,11 +125,11 @@ def gradient(lhs, dout, offsets) -> np.ndarray:
 
 _HOPPER = functools.partial(Tiles, kernel="triton")
 TILES = {
-    "128x128": _HOPPER(128, 128, 64, 8, 6, 2),
-    "ping-pong": _HOPPER(128, 128, 64, 8, 5, 1, ping_pong=True, dynamic=True),
+    "128x128": _HOPPER(128, 128, 64, 8, 6, 3),
+    "ping-pong": _HOPPER(128, 128, 64, 8, 5, 3, ping_pong=True, dynamic=True),
     "ping-pong-halves": _HOPPER(128, 128, 64, 8, 6, 2, ping_pong=True),
     "256x128": _HOPPER(256, 128, 64, 8, 3, 2, dynamic=True),
-    "256x128-halves": _HOPPER(256, 128, 64, 8, 4, 1),
+    "256x128-halves": _HOPPER(256, 128, 64, 8, 4, 3),
     "128x256": _HOPPER(128, 256, 64, 8, 3, 2),
     "128x256-halves": _HOPPER(128, 256, 64, 8, 4, 2, dynamic=True),
     "cluster": _HOPPER(256, 256, 64, 8, 3, 2),
@@ -180,12 +180,26 @@ def _split_and_added(name: str, rng) -> Problem:
 
 @kind("grouped_matmul_empty", "128x256", "ping-pong", "cluster", "cluster-halves")
 def _tiles_without_steps(name: str, rng) -> Problem:
-    """Most groups are empty, and most rows in none: one tile without steps after another. A cluster's second program has
+    """Most groups are empty, most rows in none: one tile without steps after another. A cluster's second program has
     no rows of the weight gradients."""
     M, K, N, G = 3_000, 72, 272, 30
     sizes = np.where(rng.random(G) < 0.1, rng.integers(1, 90, G), 0)
     offsets = np.cumsum([M // 3, *sizes]).astype(np.int32)
     (lhs, dout), rhs = (spoiled(whole(rng, M, n), offsets) for n in (K, N)), whole(rng, G, K, N)
+    plan = Plan("triton", *[TILES[name]] * 3)
+    run = lambda lhs, rhs, dout, offsets: (
+        jaxops.grouped_matmul(lhs, rhs, offsets, plan=plan),
+        jaxops.grouped_wgrad(lhs, dout, offsets, plan=plan),
+    )
+    want = lambda: (product(lhs, rhs, offsets), gradient(lhs, dout, offsets))
+    return Problem(run, (lhs, rhs, dout, offsets), want)
+
+
+@kind("grouped_matmul_few", "128x256", "ping-pong", "cluster-halves")
+def _few_rows(name: str, rng) -> Problem:
+    """Fewer rows than a store has, and widths of one step and one tile."""
+    offsets = np.array([2, 9, 9, 20, 21], np.int32)
+    lhs, dout, rhs = spoiled(whole(rng, 23, 64), offsets), spoiled(whole(rng, 23, 32), offsets), whole(rng, 4, 64, 32)
     plan = Plan("triton", *[TILES[name]] * 3)
     run = lambda lhs, rhs, dout, offsets: (
         jaxops.grouped_matmul(lhs, rhs, offsets, plan=plan),
@@ -222,6 +236,7 @@ def _modalities(name: str, rng) -> Problem:
     firsts = np.cumsum([0, *(g for g, _, _ in shapes)])
     for (_, K, N), lo, hi in zip(shapes, firsts[:-1], firsts[1:], strict=True):
         lhs[offsets[lo] : offsets[hi], K:], dout[offsets[lo] : offsets[hi], N:] = np.nan, np.nan
+    lhs[offsets[-2] + 3, 2] = np.nan  # reaches no column past its modality's own
     rhs = tuple(whole(rng, *shape) for shape in shapes)
     plan = Plan("triton", *[TILES[name]] * 3)
 
@@ -258,11 +273,13 @@ ACTIVATIONS = sorted(activations.ACTIVATIONS)
 def _unit(name: str, rng) -> Problem:
     """With what is saved; rows in place or where wild indices say."""
     activation, _, gathered = name.partition("-")
-    M, K, F, G, T = 420, 128 if gathered else 136, 264, 5, 530
+    M, K, F, G, T = 420, 128 if gathered else 136, 264 if gathered else 272, 5, 530
     offsets = offsets_of(rng, M, G)
     x = whole(rng, T if gathered else M, K, most=1)
     weights = tuple(whole(rng, G, K, F, most=1) / 4 for _ in range(2))
     indices = np.where(rng.random(M) < 0.1, rng.choice([-1, T, 2**31 - 1, -(2**31)], M), rng.integers(0, T, M))
+    x[9, 3] = np.nan
+    indices[8], indices[-7] = 9, T - 1
     rows = spoiled(x[np.clip(indices, 0, T - 1)] if gathered else x, offsets)
     stages, save = (3, True) if activation < "relu" else (4, bool(gathered) or activation == "silu")
 
@@ -286,6 +303,7 @@ def _unit_backward(activation: str, rng) -> Problem:
     offsets = offsets_of(rng, R, G)
     dy = spoiled(whole(rng, R, D, most=2) / 2, offsets)
     gate, up = (np.where(inside_of(offsets, R)[:, None], whole(rng, R, F, most=2) / 2, 0) for _ in range(2))
+    gate[7, 3] = np.nan
     w, weights = whole(rng, G, F, D, most=2) / 4, (1 + whole(rng, R, dtype=np.float32)) / 4
     dynamic = activation in ("relu", "silu")
 
@@ -374,7 +392,9 @@ def _fp8_rows(name: str, rng) -> Problem:
     a = _operand(rng, SCALINGS[name][0], M, K, nan=outside)
     b = _operand(rng, SCALINGS[name][1], G, N, K)
     if name.startswith(("tensor", "fast")):  # one scale a group
-        b = dataclasses.replace(b, scales=put(np.exp2(rng.integers(-2, 3, G)), jnp.float32))
+        scales = np.exp2(rng.integers(-2, 3, G)).astype(np.float32)
+        scales[-1] = np.nan  # reaches no row behind its group
+        b = dataclasses.replace(b, scales=put(scales))
     if name.startswith("rowwise"):
         b = dataclasses.replace(b, scales=put(np.exp2(rng.integers(-2, 3, (G, N))), jnp.float32))
     return _fp8(name, way, a, b, put(offsets))
@@ -402,13 +422,16 @@ def _fp8_unit(name: str, rng) -> Problem:
     from jaxops.ops.moe_mlp.unit_fp8 import unit_cast
 
     activation, _, gathered = name.partition("-")
-    M, K, F, G = 430, int(rng.choice([272, 160])), 256, 5
-    offsets = offsets_of(rng, M, G)
-    outside = ~inside_of(offsets, M)
+    M, K, F, G = 430, int(rng.choice([272, 150])), 256, 5
+    T, offsets = 300 if gathered else M, offsets_of(rng, M, G)
     b = _operand(rng, "block_128x128", G, 2 * F, K)
-    indices = rng.integers(0, M, M).astype(np.int32)
-    tokens = _operand(rng, "block_1x128", M, K, nan=None if gathered else outside)
-    rows = Operand(tokens.values[indices], tokens.scales[:, indices], tokens.scaling) if gathered else tokens
+    indices = np.where(rng.random(M) < 0.1, rng.choice([-1, T, 2**31 - 1, -(2**31)], M), rng.integers(0, T, M))
+    indices[8], indices[-7] = 0, T - 1
+    tokens = _operand(rng, "block_1x128", T, K, nan=None if gathered else ~inside_of(offsets, M))
+    zero = 0 if gathered else 8  # a row of zeros: its scale is the smallest one
+    tokens = dataclasses.replace(tokens, values=tokens.values.at[zero].set(0))
+    at = np.clip(indices, 0, T - 1)
+    rows = Operand(tokens.values[at], tokens.scales[:, at], tokens.scaling) if gathered else tokens
     tiles = FP8Tiles("triton", 128, 128, stages=int(rng.integers(2, 5)), panel=2, dynamic=activation != "silu")
     pow2, save, inside = bool(rng.integers(2)), activation != "relu", inside_of(offsets, M)
 
@@ -426,4 +449,4 @@ def _fp8_unit(name: str, rng) -> Problem:
         values = np.where(inside[:, None], np.asarray(h.values).astype(np.float32), 0)
         return (values, np.where(inside, h.scales, 0), *[np.asarray(gate_up)] * save)
 
-    return Problem(run, (tokens, b, put(offsets), put(indices)), want, close=1)
+    return Problem(run, (tokens, b, put(offsets), put(indices, jnp.int32)), want, close=1)

@@ -120,16 +120,15 @@ def pytest_runtest_teardown(item, nextitem):
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _hopper(request):
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
     """Without a GPU, tests of Hopper's kernels run in the simulator, each in its own order of events."""
-    if not request.node.get_closest_marker("hopper") or jax.default_backend() == "gpu":
-        yield
-        return
+    if not item.get_closest_marker("hopper") or jax.default_backend() == "gpu":
+        return (yield)
     from tests.gluon_simulator import simulated
 
-    with simulated(seed=zlib.crc32(request.node.nodeid.encode()) % 6):
-        yield
+    with simulated(seed=zlib.crc32(item.nodeid.encode()) % 6):
+        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")

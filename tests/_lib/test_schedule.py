@@ -157,3 +157,26 @@ def test_triton_kernels_compile():
 
         names = [kernel.name for kernel in compiled(both, offsets, work_lists=True)]
         assert names == ["schedule_rows_kernel", "schedule_groups_kernel", "schedule_parts_kernel"]
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("seed", range(4))
+def test_tritons_lists_are_pallas_ones(seed, monkeypatch):
+    """Also of several programs, of offsets that break the contract, and with zeros behind the list."""
+    from jaxops._lib import schedule_triton
+
+    monkeypatch.setattr(schedule_triton, "_ELEMENTS", 64)
+    rng = np.random.default_rng(seed)
+    M, G = int(rng.integers(1, 300)), int(rng.integers(1, 12))
+    wild = rng.integers(-9, M + 9, G + 1)
+    offsets = jnp.asarray(wild if seed == 3 else np.sort(wild.clip(0, M)), jnp.int32)
+    spans, parts, tiles = ((0, G // 2 + 1), (G // 2 + 1, G + 2)), (G // 2,), tile_bound(M, G, 16)
+    for (schedule, entries), want, count in (
+        (schedule_triton.schedule_rows(offsets, M, 16, zeros=700), schedule_rows(offsets, M, 16, True), tiles),
+        (schedule_triton.schedule_rows(offsets, M, 16, spans), schedule_rows(offsets, M, 16, True, spans), tiles),
+        (schedule_triton.schedule_groups(offsets, M, zeros=700), schedule_groups(offsets, M, True), G),
+        (schedule_triton.schedule_groups(offsets, M, parts), schedule_groups(offsets, M, True, parts=parts), G),
+    ):
+        found, zeros = np.split(np.asarray(schedule), [COLUMNS * entries])
+        np.testing.assert_array_equal(columns(found)[:, :count], columns(want)[:, :count])
+        assert not zeros.any()

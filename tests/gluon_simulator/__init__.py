@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxops._lib import device as devices
 from tests.gluon_simulator import launch
 from tests.gluon_simulator.machine import SimulationError
-from tests.gluon_simulator.modules import _in_place_of, simulated_modules
+from tests.gluon_simulator.modules import in_place_of, simulated_modules
 
 __all__ = ["SimulationError", "simulated"]
 
@@ -34,7 +34,7 @@ def simulated(seed: int = 0, cores: int = 5, overlap: bool = False) -> Iterator[
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=card)
     with (
         pytest.MonkeyPatch.context() as patch,
-        _in_place_of(modules),
+        in_place_of(modules),
         jax.sharding.use_abstract_mesh(mesh),
         launch.setting(seed=seed, overlap=overlap) as settings,
     ):

@@ -191,6 +191,7 @@ def store(pointer: Tensor, value, mask=None) -> None:
     chosen, shape, _ = _chosen(pointer, mask, value)
     addresses, numbers = (np.broadcast_to(x.used(), shape)[chosen] for x in (pointer, value))
     machine.current().machine.memory.store(addresses, numbers, kind)
+    machine.current().stored = True
 
 
 def _atomic(pointer: Tensor, value, mask, change) -> Tensor:
@@ -232,7 +233,8 @@ def static_assert(condition, message="") -> None:
 
 
 def barrier(cluster=False) -> None:
-    """The threads of a partition are simulated together."""
+    """The threads of a partition are simulated together: it tells that all have stored what they store."""
+    machine.current().stored = False
     if cluster:
         machine.current().meet_cluster()
 

@@ -68,6 +68,7 @@ class Agent:
         self.waits_at = ""
         self.finished = False
         self.waits = 0
+        self.stored = False  # by all threads, in global memory, since their last barrier
         self.wgmmas: list = []  # in flight, the oldest first
         self.stores: list = []  # by TMA, in flight
         self.copies: list = []  # cp.async, in flight
@@ -130,6 +131,7 @@ class Program:
         self.number, self.rank, self.cluster = number, rank, cluster
         self.shared: list = []
         self.barriers: dict = {}
+        self.shared_bytes = 0
         self.meetings, self.brought = 0, ()
         self.ended = False
 

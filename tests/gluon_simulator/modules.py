@@ -167,7 +167,7 @@ def kernel_modules() -> list[str]:
 
 
 @contextlib.contextmanager
-def _in_place_of(found: dict[str, types.ModuleType]) -> Iterator[None]:
+def in_place_of(found: dict[str, types.ModuleType]) -> Iterator[None]:
     """sys.modules and the packages' attributes with these modules instead of the real ones."""
     names = {name for name in sys.modules if name.partition(".")[0] in ("triton", "jax_triton") or _is_kernel(name)}
     before = {name: sys.modules.pop(name) for name in names}
@@ -206,7 +206,7 @@ def simulated_modules() -> dict[str, types.ModuleType]:
     lib = _triton_lib()
     found["jax_triton"] = _module("jax_triton", triton_lib=lib)
     found["jax_triton.triton_lib"] = lib
-    with _in_place_of(found):
+    with in_place_of(found):
         for name in kernel_modules():
             importlib.import_module(name)
         found |= {name: sys.modules[name] for name in kernel_modules()}

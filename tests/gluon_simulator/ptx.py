@@ -77,10 +77,6 @@ def _signed(x: np.ndarray) -> np.ndarray:
     return x.astype(np.uint32).view(np.int32)
 
 
-def _fmax(a, b):
-    return np.fmax(a, b)
-
-
 # By name; their results and operands are registers' bits.
 INSTRUCTIONS: dict[str, Callable] = {
     "mov.b32": lambda x: x, "mov.u32": lambda x: x, "mov.b16": lambda x: x, "mov.f32": lambda x: x,
@@ -96,7 +92,7 @@ INSTRUCTIONS: dict[str, Callable] = {
     "rsqrt.approx.ftz.f32": _floats(lambda x: 1 / np.sqrt(x), True),
     "cvt.sat.f32.f32": _floats(lambda x: np.where(np.isnan(x), _F32(0), np.clip(x, 0, 1))),
     "cvt.rn.bf16x2.f32": _to_bf16x2, "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3x2,
-    "max.bf16x2": _of_pairs(_fmax), "fma.rn.bf16x2": _of_pairs(_fma),
+    "max.bf16x2": _of_pairs(np.fmax), "fma.rn.bf16x2": _of_pairs(_fma),
     "shfl.sync.idx.b32": lambda x, lane, _clamp, _mask: x.reshape(-1, 32)[:, lane[0]].repeat(32),
 }  # fmt: skip
 # Threads of a warp and of a partition are simulated together: these order nothing more.
@@ -115,6 +111,8 @@ def atomic(address: int, change: Callable[[int], int], order: str = "relaxed") -
     if order in ("acq_rel", "acquire") and address in agent.machine.atomics:
         agent.acquire(*agent.machine.atomics[address])
     if order in ("acq_rel", "release"):
+        if agent.stored:
+            raise SimulationError("one thread releases what other threads stored: no barrier between them")
         clock, published = agent.release()
         old = agent.machine.atomics.get(address)
         agent.machine.atomics[address] = (
@@ -177,6 +175,8 @@ class _Run:
         if name.startswith(_NOTHING):
             if "proxy.async" in name:
                 machine.current().fence()
+            if name == "bar.warp.sync":
+                machine.current().stored = False
         elif name.startswith(("atom.", "red.", "ld.", "st.")):
             self.access(name, operands, active)
         elif name not in INSTRUCTIONS:
@@ -198,13 +198,9 @@ class _Run:
         given = self.value(operands[1]) if len(operands) > 1 else None
         found = np.zeros(self.count, np.uint32)
         for i in np.flatnonzero(active):
-            change = {
-                "atom": lambda old, i=i: old + int(_signed(given)[i]),
-                "red.": lambda old, i=i: old + int(_signed(given)[i]),
-                "ld.r": lambda old: old,
-                "ld.a": lambda old: old,
-                "st.r": lambda old, i=i: int(_signed(given)[i]),
-            }[name[:4]]
+            number = 0 if given is None else int(_signed(given)[i])
+            kind = name.partition(".")[0]
+            change = lambda old, kind=kind, number=number: {"ld": old, "st": number}.get(kind, old + number)
             found[i] = np.int64(atomic(int(addresses[i]), change, order)) & 0xFFFFFFFF
             if name.startswith("ld.") and (addresses == addresses[i]).all():
                 found[:] = found[i]  # one load for all threads, as a warp does

@@ -5,6 +5,7 @@ import operator
 
 import numpy as np
 
+from jaxops._lib.device import HOPPER_SHARED_BYTES
 from tests.gluon_simulator import machine
 from tests.gluon_simulator.machine import Agent, SimulationError
 from tests.gluon_simulator.tensors import INT64, Tensor, Type, halves_of, own_part, unwrap
@@ -88,7 +89,11 @@ class Buffer:
     @classmethod
     def allocate(cls, type, shape, layout) -> "Buffer":
         type, shape, program = unwrap(type), [operator.index(n) for n in unwrap(shape)], machine.current().program
-        program.shared.append(Allocation(math.prod(shape) * type.itemsize, machine.where()))
+        size = math.prod(shape) * type.itemsize
+        program.shared.append(Allocation(size, machine.where()))
+        program.shared_bytes += size // 2 if any(halves_of(layout, len(shape))) else size
+        if program.shared_bytes > HOPPER_SHARED_BYTES:
+            raise SimulationError(f"{program.shared_bytes} bytes of shared memory")
         return cls(len(program.shared) - 1, 0, shape, _strides(shape, type), type, unwrap(layout))
 
     def _with(self, **changes) -> "Buffer":

@@ -223,12 +223,14 @@ def test_boxes_start_at_multiples_of_16_bytes():
 
 
 def test_other_programs_stores():
-    """Loads of what another program stores need an order by atomics, and L2."""
+    """Loads of what another program stores need an order by atomics, after all threads' stores, and L2."""
 
-    def share(order: str, modifier: str):
+    def share(order: str, modifier: str, barrier: bool = True):
         def kernel(x, counter):
             at, program = gl.arange(0, 8, layout=ROW), gl.program_id(0)
             gl.store(x.pointer() + program * 8 + at, gl.cast(program, F32) + gl.zeros([8], F32, ROW))
+            if barrier:
+                gl.barrier()
             one = gl.inline_asm_elementwise(
                 f"atom.{order}.gpu.global.add.u32 $0, [$1], $2;", "=r,l,r",
                 [counter.pointer().to(INT64) + gl.zeros([1], INT64, ROW), gl.full([1], 1, INT32, ROW)],
@@ -246,6 +248,7 @@ def test_other_programs_stores():
     x, _ = passes(share("acq_rel", ".cg"), **given)
     np.testing.assert_array_equal(x[24:], 3)
     fails(share("relaxed", ".cg"), **given, says="a read of .*, which another partition writes in the same launch")
+    fails(share("acq_rel", ".cg", False), **given, says="one thread releases what other threads stored")
     fails(share("acq_rel", ""), **given, says="a load through L1 of .*, which another program has stored")
 
 

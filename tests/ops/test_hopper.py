@@ -3,7 +3,8 @@
 import pytest
 
 from tests.gluon_simulator import simulated
-from tests.ops.hopper_cases import KINDS, compare, problem_of
+from tests.ops.hopper_cases import compare, problem_of
+from tests.ops.hopper_fp8_cases import KINDS
 
 
 @pytest.mark.hopper

@@ -5,6 +5,7 @@ import operator
 import numpy as np
 
 from tests.gluon_simulator import machine
+from tests.gluon_simulator.layouts import MBarrierLayout
 from tests.gluon_simulator.machine import SimulationError
 from tests.gluon_simulator.memory import Array
 from tests.gluon_simulator.shared import Access, Barrier, Buffer, barrier_of, two_programs
@@ -21,8 +22,6 @@ _MOST_WAITS = 20_000  # of one partition
 
 
 def allocate_mbarrier(batch=None, two_ctas=False) -> Buffer:
-    from tests.gluon_simulator.layouts import MBarrierLayout
-
     programs = machine.current().programs
     bases = ([[0]] if unwrap(two_ctas) else [[1]]) if programs > 1 else []
     each = 1 if unwrap(two_ctas) else programs

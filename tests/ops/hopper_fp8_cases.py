@@ -79,6 +79,7 @@ def _fp8_dense(name: str, rng) -> Problem:
 def _fp8_rows(name: str, rng) -> Problem:
     M, G, way = int(rng.integers(300, 500)), 5, _WAYS[list(SCALINGS).index(name) - 2]
     (N, K, _, _), offsets = way, offsets_of(rng, M, G)
+    offsets[-2] = max(offsets[-2], M - 30)  # a short group, whose scale may be NaN
     outside = ~inside_of(offsets, M)
     a = _operand(rng, SCALINGS[name][0], M, K, nan=outside)
     b = _operand(rng, SCALINGS[name][1], G, N, K)

@@ -102,6 +102,8 @@ def simulate(
     """Runs kernel(*arrays, *results), each as a `memory.Array`, without JAX; returns what the results then hold."""
     memory = Memory()
     given = [memory.add(np.array(x), f"array {i}") for i, x in enumerate([*arrays, *results])]
+    for operand in given[: len(arrays)]:
+        operand.is_operand = True
     Machine(memory, grid, programs, seed).run(lambda: kernel(*given))
     return [x.numbers.reshape(like.shape) for x, like in zip(given[len(arrays) :], results, strict=True)]
 

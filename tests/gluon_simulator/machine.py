@@ -32,6 +32,11 @@ def current() -> "Agent":
     return _local.agent
 
 
+def is_result(address: int) -> bool:
+    memory = current().machine.memory
+    return not memory.array_at(address).is_operand
+
+
 def where() -> str:
     """The line of the kernel that runs now."""
     frame = sys._getframe(1)

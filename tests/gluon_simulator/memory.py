@@ -58,12 +58,14 @@ class Memory:
         self.arrays.append(Array(len(self.arrays), numbers, name))
         return self.arrays[-1]
 
+    def array_at(self, address: int) -> Array:
+        if not 0 <= address >> _SPACING < len(self.arrays):
+            raise SimulationError("a pointer to no array")
+        return self.arrays[address >> _SPACING]
+
     def find(self, addresses: np.ndarray, itemsize: int) -> tuple[Array, np.ndarray]:
         """The array that all addresses lie in, and their offsets in it in bytes."""
-        number = int(addresses.flat[0] >> _SPACING)
-        if not 0 <= number < len(self.arrays):
-            raise SimulationError("a pointer to no array")
-        array = self.arrays[number]
+        array = self.array_at(int(addresses.flat[0]))
         offsets = addresses - array.base
         if offsets.min() < 0 or offsets.max() + itemsize > array.numbers.nbytes:
             raise SimulationError(

@@ -108,15 +108,16 @@ class Tensor:
     reads: loads from shared memory that this value comes from and that no instruction has used yet.
     flight: the wgmma that has not been waited for.
     lanes: one number a thread, where threads hold different ones.
+    product: a number in 32 bits that has a product of two numbers in it, none of them a constant.
     halves: in a cluster, for each dimension whether each program has half of it. The other half is not defined.
     """
 
-    __slots__ = ("data", "flight", "halves", "lanes", "reads", "type")
+    __slots__ = ("data", "flight", "halves", "lanes", "product", "reads", "type")
 
     def __init__(self, data, type: Type, halves=None, reads=(), flight=None, lanes=None):
         self.data, self.type = np.asarray(data, type.numpy), type
         self.halves = halves or (False,) * self.data.ndim
-        self.reads, self.flight, self.lanes = reads, flight, lanes
+        self.reads, self.flight, self.lanes, self.product = reads, flight, lanes, False
 
     @property
     def dtype(self) -> Type:
@@ -274,6 +275,8 @@ def _move(pointer: Tensor, offset: Tensor, constant: bool, sign: int) -> Tensor:
     if offset.type is INT32 and not constant and numbers.size and np.abs(numbers.astype(np.int64)).max() >= REACH:
         raise SimulationError(f"a pointer moves by {numbers.max()} elements, computed in 32 bits: too many on the card")
     assert pointer.type.element_ty is not None
+    if offset.product and pointer.type.element_ty.is_float and machine.is_result(int(pointer.data.flat[0])):
+        raise SimulationError("a place in a result by a product in 32 bits: on the card results are larger")
     step = sign * pointer.type.element_ty.itemsize
     halves = joined_halves(pointer, offset)
     return Tensor(pointer.used() + step * numbers.astype(np.int64), pointer.type, halves)
@@ -291,7 +294,11 @@ def binary(name: str, left, right) -> Tensor:
     with np.errstate(all="ignore"):
         x, y = a.used().astype(kind.numpy), b.used().astype(kind.numpy)
         found = FUNCTIONS[name](x, y)
-    return Tensor(found, INT1 if name in COMPARISONS else kind, joined_halves(a, b))
+    result = Tensor(found, INT1 if name in COMPARISONS else kind, joined_halves(a, b))
+    result.product = kind is INT32 and (
+        (name == "mul" and not (weak_a or weak_b or result.shape)) or (name in ("add", "sub") and a.product | b.product)
+    )
+    return result
 
 
 def promote_pair(left, right) -> tuple[np.ndarray, np.ndarray, Type, tuple[bool, ...]]:

@@ -181,6 +181,12 @@ def test_boxes():
     np.testing.assert_array_equal(found, want)
 
 
+def endless(_pointer):
+    bars = barriers(1)
+    while True:
+        hopper.wait(bars.index(0), 1)
+
+
 def test_bad_accesses():
     box = dataclasses.replace(BOX)
     (at,) = (np.arange(8, dtype=np.int64),)
@@ -194,11 +200,14 @@ def test_bad_accesses():
         (lambda p: gl.load(p + numbers + 99_999), "out of bounds of .*: elements 99999 to 100006 of 100000"),
         (lambda p: gl.load(p + numbers - 1), "out of bounds of .*: elements -1 to 6"),
         (lambda p: gl.load(p + numbers * 10_000), "a pointer moves by 70000 elements, computed in 32 bits"),
+        (lambda p: gl.load(p + gl.num_programs(0) * gl.num_programs(0)), "a place in a result by a product in 32 bits"),
         (lambda p: gl.store(p + numbers // 2, 1.0), "one store writes an element of .* twice"),
         (lambda p: [gl.store(p + numbers, 1.0) for _ in range(2)], "an element of .* is stored twice"),
         (lambda p: gl.to_tensor(5) // 0, "division by zero"),
         (lambda p: hopper.wait(hopper.allocate_mbarrier(), 0), "an mbarrier that was not initialized"),
         (lambda p: tile(2).index(2), "buffer 2 of 2"),
+        (lambda p: tile(30), "245760 bytes of shared memory"),
+        (endless, "a loop that does not end"),
         (lambda p: tile(2).index(0).store(gl.zeros([64, 32], BF16, box)), r"bfloat16\[64, 32\] stored in a buffer"),
         (lambda p: gl.allocate_shared_memory(INT32, [4], None).load(ROW), "read .* of what nobody has written"),
         (lambda p: hopper.arrive(barriers(1).index(0), count=2), "2 arrivals, where the phase waits for 1"),
@@ -207,6 +216,8 @@ def test_bad_accesses():
     ):
         call = (lambda x, access=access: access(x)) if "16 bytes" in says else of(access)
         fails(call, results=[x], says=says, seeds=[0])
+    write = lambda x: gl.store(x.pointer() + numbers, 1.0)
+    fails(write, x, says="array 0 is written, which is neither a result nor a Scratch", seeds=[0])
     gl_store = lambda x: gl.store(x.pointer() + gl.cast(numbers, INT64) * 10_000, 1.0)
     (found,) = passes(gl_store, results=[x])
     assert np.flatnonzero(found).tolist() == list(range(0, 80_000, 10_000))
@@ -250,6 +261,23 @@ def test_other_programs_stores():
     fails(share("relaxed", ".cg"), **given, says="a read of .*, which another partition writes in the same launch")
     fails(share("acq_rel", ".cg", False), **given, says="one thread releases what other threads stored")
     fails(share("acq_rel", ""), **given, says="a load through L1 of .*, which another program has stored")
+
+
+def test_the_end_of_a_cluster():
+    """A program's shared memory must not be gone while the other one still arrives at its mbarriers."""
+
+    def kernel(wait: bool):
+        def run():
+            shared = hopper.allocate_mbarrier(batch=1, two_ctas=True)
+            hopper.init(shared.index(0), count=1)
+            gl.warp_specialize([(hopper.arrive, (shared.index(0),))], [], [])
+            gl.barrier(cluster=wait)
+
+        return run
+
+    for seed in SEEDS:
+        simulate(kernel(True), programs=2, seed=seed)
+    fails(kernel(False), programs=2, says="a program that has ended|a program ends, and nothing says that")
 
 
 def test_arithmetic():

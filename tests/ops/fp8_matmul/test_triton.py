@@ -230,19 +230,6 @@ def test_how_a_result_is_stored():
     }
 
 
-@pytest.mark.parametrize("pass_name", PASSES)
-def test_programs_take_tiles_from_a_counter(pass_name):
-    """Only dynamic ones have an atomic, which does not wait: a shuffle passes its result on, when it is needed."""
-    tiles = Tiles("triton", 128 if pass_name == "wgrad" else 192, 128, stages=4)  # as above
-    found = []
-    for dynamic in (False, True):
-        product = Product("blockwise", pass_name, grouped=True, tiles=dataclasses.replace(tiles, dynamic=dynamic))
-        ptx = product.kernel.ptx
-        found.append((ptx.count("atom.relaxed.gpu.global.add"), ptx.count("shfl.sync.idx")))
-    (none, others), (one, shuffles) = found
-    assert (none, one, shuffles - others) == (0, 1, 1)
-
-
 @gluon.jit
 def _double_gluon(x, y, BLOCK: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # one element a thread: Triton would choose four

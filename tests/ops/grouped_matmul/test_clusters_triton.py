@@ -47,7 +47,6 @@ def test_kernel_of_split_sums(tmp_path):
     tiles = CLUSTERS[0]
     kernel = kernel_of("wgrad", dataclasses.replace(tiles, split=8))
     check(kernel, ["m64n256k16.f32.bf16.bf16"] * 8, 2, tiles.shared_bytes("bfloat16"), tmp_path, SPILLED, programs=2)
-    assert kernel.ptx.count("atom.acq_rel.gpu.global.add") == 2
 
 
 def test_kernel_of_two_products(tmp_path):

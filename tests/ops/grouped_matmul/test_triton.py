@@ -132,12 +132,10 @@ SPILLED = 32  # bytes that ptxas spills outside of the mainloop: addresses for p
 
 @pytest.mark.parametrize("tiles", DEEPEST.values(), **NAMED)
 def test_kernel_of_split_sums(tiles, tmp_path):
-    """The same mainloop. The last program's loads of others' parts bypass this multiprocessor's L1."""
+    """The same mainloop, in which nothing of the parts is loaded."""
     kernel = kernel_of("wgrad", dataclasses.replace(tiles, split=8))
     instructions = [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64)
     check(kernel, instructions, 2, tiles.shared_bytes("bfloat16"), tmp_path, SPILLED)
-    assert kernel.ptx.count("atom.acq_rel.gpu.global.add") == 2, "each consumer counts its part of a tile"
-    assert "ld.global.cg" in kernel.ptx
     loops = re.split(r"\$L__BB\d+_\d+:", kernel.ptx)
     assert all("ld.global.cg" not in block for block in loops if "wgmma.mma_async" in block)
 

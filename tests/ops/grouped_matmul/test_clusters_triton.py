@@ -17,7 +17,7 @@ from jaxops.ops.grouped_matmul.plan import CLUSTER_TILE
 from tests.compare import assert_close
 from tests.gluon import check
 from tests.ops.grouped_matmul.cases import make_case, reference_all
-from tests.ops.grouped_matmul.test_triton import SPILLED, K, M, fwd_kernel_of, kernel_of, shape
+from tests.ops.grouped_matmul.test_triton import K, M, fwd_kernel_of, kernel_of, shape
 
 H100 = Device("NVIDIA H100 80GB HBM3", "gpu")
 ALONE = Tiles(128, 256, 64, 8, 3, kernel="triton")
@@ -42,11 +42,11 @@ def test_kernel(name, stages, options, tmp_path):
     assert (len(alone), len(multicast)) == (2, 1 if name == "dgrad" else 4)
 
 
-def test_kernel_of_split_sums(tmp_path):
-    """As test_triton's."""
-    tiles = CLUSTERS[0]
+@pytest.mark.parametrize("tiles", CLUSTERS, **NAMED)
+def test_kernel_of_split_sums(tiles, tmp_path):
+    """As test_triton's, with more bytes spilled: the number that the programs share takes registers, too."""
     kernel = kernel_of("wgrad", dataclasses.replace(tiles, split=8))
-    check(kernel, ["m64n256k16.f32.bf16.bf16"] * 8, 2, tiles.shared_bytes("bfloat16"), tmp_path, SPILLED, programs=2)
+    check(kernel, ["m64n256k16.f32.bf16.bf16"] * 8, 2, tiles.shared_bytes("bfloat16"), tmp_path, 48, programs=2)
 
 
 def test_kernel_of_two_products(tmp_path):

@@ -22,12 +22,11 @@ __all__ = ["SimulationError", "simulated"]
 
 
 @contextlib.contextmanager
-def simulated(seed: int = 0, cores: int = 5, overlap: bool = False) -> Iterator[launch.Settings]:
+def simulated(seed: int = 0, cores: int = 5) -> Iterator[launch.Settings]:
     """
     Args:
       seed: of the order in which partitions run and asynchronous operations end.
       cores: multiprocessors, the programs of a persistent kernel.
-      overlap: tiles may overlap, as with offsets that break the contract.
     """
     modules = simulated_modules()
     card = AbstractDevice(device_kind="NVIDIA H200", num_cores=cores, platform="gpu")
@@ -36,7 +35,7 @@ def simulated(seed: int = 0, cores: int = 5, overlap: bool = False) -> Iterator[
         pytest.MonkeyPatch.context() as patch,
         in_place_of(modules),
         jax.sharding.use_abstract_mesh(mesh),
-        launch.setting(seed=seed, overlap=overlap) as settings,
+        launch.setting(seed=seed) as settings,
     ):
         patch.setattr(devices, "gluon_missing", lambda: "")
         patch.setattr(devices.Device, "interpret", property(lambda self: True))

@@ -86,8 +86,8 @@ class Descriptor:
         size = int(np.prod(self.block_shape)) * self.dtype.itemsize
         return size // 2 if any(any(basis) for basis in bases) else size
 
-    def box(self, coord, part: tuple[slice, ...]) -> tuple[np.ndarray, tuple[slice, ...], np.ndarray]:
-        """Of the elements inside the array a view, their place in the part, and their numbers in the array."""
+    def box(self, coord, part: tuple[slice, ...]) -> tuple[tuple[slice, ...], np.ndarray]:
+        """Of the elements inside the array their place in the part, and their numbers in the array."""
         starts = [int(to_tensor(x).used()) + cut.start for x, cut in zip(coord, part, strict=True)]
         if starts[-1] * self.dtype.itemsize % 16:
             raise SimulationError(f"a TMA box that starts at {starts}: no multiple of 16 bytes in its row")
@@ -103,7 +103,7 @@ class Descriptor:
             numbers = numbers + (np.arange(start + low, start + high) * stride).reshape(ways)
         if numbers.size and numbers.max() >= self.array.numbers.size:
             raise SimulationError(f"a TMA box at {starts} reaches past {self.array.name}")
-        return self.array.numbers, inside, numbers
+        return inside, numbers
 
 
 def async_load(tensor_desc: Descriptor, coord, barrier: Buffer, result: Buffer, pred=True, multicast=False) -> None:
@@ -116,7 +116,7 @@ def async_load(tensor_desc: Descriptor, coord, barrier: Buffer, result: Buffer, 
         return  # the first program loads for both
     ranks = list(range(agent.programs)) if unwrap(multicast) and agent.programs > 1 else [None]
     part = own_part(result.shape, halves_of(tensor_desc.layout, len(result.shape)))
-    source, inside, numbers = tensor_desc.box(coord, part)
+    inside, numbers = tensor_desc.box(coord, part)
     undefined = tensor_desc.array.undefined(numbers)  # as of rows behind a group, which are loaded and not used
     started = []
     for rank in ranks:
@@ -128,7 +128,7 @@ def async_load(tensor_desc: Descriptor, coord, barrier: Buffer, result: Buffer, 
     def end():
         for access, to, into in started:
             into[...] = 0
-            found = source[numbers]
+            found = tensor_desc.array.numbers[numbers]
             found[undefined] = np.nan
             into[inside] = found
             access.phase = to.phase
@@ -138,33 +138,22 @@ def async_load(tensor_desc: Descriptor, coord, barrier: Buffer, result: Buffer, 
     agent.pause()
 
 
-class _Store:
-    def __init__(self, agent, access: Access, end):
-        self.agent, self.access, self.end, self.over = agent, access, end, False
-
-    def run(self) -> None:
-        if not self.over:
-            self.over = True
-            self.end()
-
-
 def async_store(tensor_desc: Descriptor, coord, src: Buffer) -> None:
     agent = machine.current()
     if src.shape != tensor_desc.block_shape or src.type is not tensor_desc.dtype:
         raise SimulationError(f"a box {tensor_desc.block_shape} is stored from a buffer of {src.shape}")
     part = own_part(src.shape, halves_of(tensor_desc.layout, len(src.shape)))
-    into, inside, numbers = tensor_desc.box(coord, part)
+    inside, numbers = tensor_desc.box(coord, part)
     access = Access(agent, "read", True, over=False)
     src.read(access, part)
-    view = src.view(part)
+    view, into = src.view(part), tensor_desc.array.numbers
     tensor_desc.array.mark(numbers, by_tma=True)
 
     def end():
         into[numbers] = view[inside]
 
-    store = _Store(agent, access, end)
-    agent.stores.append(store)
-    agent.machine.fly(store.run)
+    agent.stores.append((access, end))
+    agent.machine.fly(end)
     agent.pause()
 
 
@@ -172,9 +161,9 @@ def store_wait(pendings) -> None:
     """Until all but the last so many stores of this partition have read their buffers."""
     agent = machine.current()
     over = len(agent.stores) - operator.index(unwrap(pendings))
-    for store in agent.stores[: max(over, 0)]:
-        agent.machine.land(store.run)
-        store.access.finish()
+    for access, end in agent.stores[: max(over, 0)]:
+        agent.machine.land(end)
+        access.finish()
     del agent.stores[: max(over, 0)]
 
 
@@ -195,13 +184,7 @@ def copy_to_shared(smem: Buffer, pointer: Tensor, mask=None) -> None:
     agent.copies.append((access, smem.view(part), numbers))
 
 
-class _Later:
-    """The mbarrier of copies that have none yet."""
-
-    clock = 0
-
-
-_LATER = _Later()
+_LATER = object()  # the mbarrier of copies that have none yet
 
 
 def mbarrier_arrive(mbarrier: Buffer, increment_count=True) -> None:
@@ -233,9 +216,8 @@ class Flight:
         self.agent, self.where = machine.current(), machine.where()
         self.result = np.full(acc.data.shape, np.nan, np.float32)
         self.reads = []
-        whole = [own_part(x.shape, (False,) * len(x.shape)) for x in (a, b)]
         # In a cluster A's rows are divided as the accumulator's.
-        whole[0] = own_part(a.shape, (acc.halves[0], False))
+        whole = own_part(a.shape, (acc.halves[0], False)), own_part(b.shape, (False, False))
         for operand, part in zip((a, b), whole, strict=True):
             access = Access(self.agent, "read", True, over=False)
             operand.read(access, part)

@@ -12,7 +12,6 @@ from tests.gluon_simulator import machine, ptx
 from tests.gluon_simulator.machine import SimulationError
 from tests.gluon_simulator.shared import Buffer
 from tests.gluon_simulator.tensors import (
-    FLOAT32,
     INT32,
     Tensor,
     binary,
@@ -53,18 +52,14 @@ def _range(*args):
     return (Tensor(x, INT32) for x in numbers) if any(isinstance(x, Tensor) for x in args) else numbers
 
 
-def _extreme(name: str, function):
-    def find(*args):
-        if not any(isinstance(unwrap(x), Tensor) for x in args):
-            return _builtins[name](*map(unwrap, args))
-        a, b = args
-        x, y, kind, halves = promote_pair(a, b)
-        return Tensor(function(x, y), kind, halves)
-
-    return find
+def _least(a, b):
+    constants = not any(isinstance(unwrap(x), Tensor) for x in (a, b))
+    return _builtins["min"](unwrap(a), unwrap(b)) if constants else minimum(a, b)
 
 
-_least, _largest = _extreme("min", np.fmin), _extreme("max", np.fmax)
+def _largest(a, b):
+    constants = not any(isinstance(unwrap(x), Tensor) for x in (a, b))
+    return _builtins["max"](unwrap(a), unwrap(b)) if constants else maximum(a, b)
 
 
 def minimum(a, b) -> Tensor:
@@ -79,11 +74,8 @@ def maximum(a, b, propagate_nan=None) -> Tensor:
 
 
 def where(condition, a, b) -> Tensor:
-    x, y, kind, halves = promote_pair(a, b)
-    chosen = to_tensor(condition)
-    rank = max(chosen.data.ndim, len(halves))
-    halves = joined_halves(chosen, Tensor(np.zeros((1,) * rank), FLOAT32, (False,) * (rank - len(halves)) + halves))
-    return Tensor(np.where(chosen.used(), x, y), kind, halves)
+    (x, y, kind, _), chosen = promote_pair(a, b), to_tensor(condition)
+    return Tensor(np.where(chosen.used(), x, y), kind, joined_halves(chosen, to_tensor(a), to_tensor(b)))
 
 
 def cdiv(a, b):

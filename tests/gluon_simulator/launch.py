@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import tree_util
 
 from tests.gluon_simulator.hopper import Descriptor
 from tests.gluon_simulator.language import Jit
@@ -15,18 +16,49 @@ from tests.gluon_simulator.memory import Memory
 from tests.gluon_simulator.tensors import INT32, INT64, Tensor
 
 
+@tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StaticArg:
+    value: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def maybe_wrap(cls, x):
+        return x if isinstance(x, jax.Array) else cls(x)
+
+
+@tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OutputPlaceholder:
+    ordinal: int = dataclasses.field(metadata={"static": True})
+
+
+@tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TensorDescriptor:
+    base: Any
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    strides: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    block_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    layout: Any = dataclasses.field(default=None, metadata={"static": True})
+
+    @classmethod
+    def from_array(cls, array, block_shape, layout=None):
+        strides = [1]
+        for size in array.shape[:0:-1]:
+            strides.insert(0, strides[0] * size)
+        return cls(array, array.shape, tuple(strides), tuple(block_shape), layout)
+
+
 @dataclasses.dataclass
 class Settings:
     """
     Attributes:
       seed: of the order of events.
-      overlap: see `memory.Array.mark`.
       launched: names.
       error: the last one, which JAX does not pass on as it is.
     """
 
     seed: int = 0
-    overlap: bool = False
     launched: list[str] = dataclasses.field(default_factory=list)
     error: BaseException | None = None
 
@@ -46,17 +78,18 @@ def setting(**values: Any) -> Iterator[Settings]:
 
 def run(
     kernel: Jit, name: str, tree, results: tuple, grid: int, programs: int, aliases: dict[int, int],
-    constants: dict[str, Any], descriptor: type, wrappers: tuple[type, type], *arrays,
+    constants: dict[str, Any], *arrays,
 ) -> list[np.ndarray]:  # fmt: skip
     """Simulates one launch. aliases: as jax-triton counts operands."""
-    static, placeholder = wrappers
     memory = Memory()
     found: list[Any] = []
     owners: dict[int, Any] = {}
     arguments = jax.tree.unflatten(tree, range(len(arrays)))
-    leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, (descriptor, static, placeholder)))
-    leaves = [x for x in leaves if not isinstance(x, placeholder)]
-    numbers = {out: _number(leaves[operand], descriptor) for operand, out in aliases.items()}
+    leaves = jax.tree.leaves(
+        arguments, is_leaf=lambda x: isinstance(x, (TensorDescriptor, StaticArg, OutputPlaceholder))
+    )
+    leaves = [x for x in leaves if not isinstance(x, OutputPlaceholder)]
+    numbers = {out: _number(leaves[operand]) for operand, out in aliases.items()}
     for out, (shape, dtype) in enumerate(results):
         if out in numbers:
             start = np.array(arrays[numbers[out]], dtype)
@@ -73,11 +106,11 @@ def run(
         return owners[number]
 
     def value(x: Any, inside: bool) -> Any:
-        if isinstance(x, placeholder):
+        if isinstance(x, OutputPlaceholder):
             return found[x.ordinal].pointer()
-        if isinstance(x, static):
+        if isinstance(x, StaticArg):
             return _constant(x.value, inside)
-        if isinstance(x, descriptor):
+        if isinstance(x, TensorDescriptor):
             return Descriptor(array(x.base), x.shape, x.strides, x.block_shape, x.layout)
         if isinstance(x, (tuple, list)):
             return tuple(value(each, True) for each in x)
@@ -85,7 +118,7 @@ def run(
 
     names = [x for x in kernel.signature.parameters if x not in constants]
     given = {parameter: value(x, False) for parameter, x in zip(names, arguments, strict=True)}
-    machine = Machine(memory, grid, programs, settings.seed, settings.overlap)
+    machine = Machine(memory, grid, programs, settings.seed)
     settings.launched.append(name)
     try:
         machine.run(lambda: kernel.fn(**given, **constants))
@@ -108,8 +141,8 @@ def simulate(
     return [x.numbers.reshape(like.shape) for x, like in zip(given[len(arrays) :], results, strict=True)]
 
 
-def _number(leaf: Any, descriptor: type) -> int:
-    return leaf.base if isinstance(leaf, descriptor) else leaf
+def _number(leaf: Any) -> int:
+    return leaf.base if isinstance(leaf, TensorDescriptor) else leaf
 
 
 def _constant(x: Any, inside: bool) -> Any:

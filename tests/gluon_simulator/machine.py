@@ -32,11 +32,6 @@ def current() -> "Agent":
     return _local.agent
 
 
-def is_result(address: int) -> bool:
-    memory = current().machine.memory
-    return not memory.array_at(address).is_operand
-
-
 def where() -> str:
     """The line of the kernel that runs now."""
     frame = sys._getframe(1)
@@ -157,8 +152,8 @@ class Machine:
     time.
     """
 
-    def __init__(self, memory: Any, grid: int, programs: int, seed: int, overlap: bool = False):
-        self.memory, self.grid, self.programs, self.overlap = memory, grid, programs, overlap
+    def __init__(self, memory: Any, grid: int, programs: int, seed: int):
+        self.memory, self.grid, self.programs = memory, grid, programs
         self.rng = random.Random(seed)
         self.late = seed % 3 == 0
         self.restless = (0.0, 0.3, 0.05)[seed % 3]
@@ -227,8 +222,9 @@ class Machine:
                 return alive[0]
             if not self.late:
                 return self.rng.choice(ready)
-            self.turn = next((agent for agent in ready if agent.index > self.turn), ready[0]).index
-            return next(agent for agent in ready if agent.index == self.turn)
+            chosen = next((agent for agent in ready if agent.index > self.turn), ready[0])
+            self.turn = chosen.index
+            return chosen
         return None
 
     def hand_on(self) -> None:

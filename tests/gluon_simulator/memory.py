@@ -37,11 +37,10 @@ class Array:
             raise SimulationError(f"{self.name} is written, which is neither a result nor a Scratch")
 
     def mark(self, at, by_tma: bool = False) -> None:
-        """Stores. A launch writes each element once, unless a test says otherwise: twice would be a tile in another's
-        place, whichever comes last."""
+        """Stores. A launch writes each element once: twice would be a tile in another's place, whichever comes last."""
         agent = machine.current()
         self.check_written()
-        if self.writers[at].any() and not agent.machine.overlap:
+        if self.writers[at].any():
             raise SimulationError(f"an element of {self.name} is stored twice")
         self.writers[at] = agent.index + 1
         # What TMA has stored, no one is told of before the launch ends.
@@ -89,9 +88,9 @@ class Memory:
         if array.type is type:
             if array.undefined(at).any():
                 raise SimulationError(f"a read of {array.name}, which another partition writes in the same launch")
-            own = {0} | {agent.index + 1 for agent in machine.current().machine.agents
-                         if agent.program is machine.current().program}  # fmt: skip
-            if not fresh and not set(np.unique(array.writers[at])) <= own:
+            me = machine.current()
+            own = [agent.index + 1 for agent in me.machine.agents if agent.program is me.program]
+            if not fresh and not np.isin(array.writers[at], [0, *own]).all():
                 raise SimulationError(f"a load through L1 of {array.name}, which another program has stored")
         return numbers[at]
 

@@ -4,7 +4,6 @@ So the simulator needs no Triton, and beside an installed one it leaves the real
 """
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import importlib.machinery
@@ -17,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import tree_util
 from jax.interpreters import partial_eval
 
 import jaxops
@@ -34,39 +32,6 @@ def _module(name: str, **names: Any) -> types.ModuleType:
 
 class PropagateNan:
     ALL, NONE = "all", "none"
-
-
-@tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _StaticArg:
-    value: Any = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def maybe_wrap(cls, x):
-        return x if isinstance(x, jax.Array) else cls(x)
-
-
-@tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _OutputPlaceholder:
-    ordinal: int = dataclasses.field(metadata={"static": True})
-
-
-@tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TensorDescriptor:
-    base: Any
-    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    strides: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    block_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    layout: Any = dataclasses.field(default=None, metadata={"static": True})
-
-    @classmethod
-    def from_array(cls, array, block_shape, layout=None):
-        strides = [1]
-        for size in array.shape[:0:-1]:
-            strides.insert(0, strides[0] * size)
-        return cls(array, array.shape, tuple(strides), tuple(block_shape), layout)
 
 
 class TritonFunction:
@@ -87,8 +52,7 @@ class _Call:
     ):
         run = functools.partial(
             launch.run, fn, name, in_tree, tuple((x.shape, x.dtype) for x in out_shapes), grid[0],
-            backend_options["num_ctas"], dict(input_output_aliases), dict(metaparams), TensorDescriptor,
-            (_StaticArg, _OutputPlaceholder),
+            backend_options["num_ctas"], dict(input_output_aliases), dict(metaparams),
         )  # fmt: skip
         return jax.pure_callback(run, list(out_shapes), *arrays, vmap_method="sequential")
 
@@ -105,8 +69,8 @@ class _TritonLib:
         call = _Call()
         partial_eval.dce_rules[call] = None
         module.__dict__.update(
-            TensorDescriptor=TensorDescriptor, TritonFunction=TritonFunction, _StaticArg=_StaticArg,
-            _OutputPlaceholder=_OutputPlaceholder, triton_kernel_call_p=call, FrozenDict=dict,
+            TensorDescriptor=launch.TensorDescriptor, TritonFunction=TritonFunction, _StaticArg=launch.StaticArg,
+            _OutputPlaceholder=launch.OutputPlaceholder, triton_kernel_call_p=call, FrozenDict=dict,
             compile_ttir_inplace=None, triton_kernel_call_lib=None,
         )  # fmt: skip
 

@@ -106,7 +106,8 @@ def atomic(address: int, change: Callable[[int], int], order: str = "relaxed") -
     array, offset = agent.machine.memory.find(np.array([address]), 4)
     numbers = array.numbers.view(np.int32)
     before = int(numbers[offset[0] // 4])
-    if change(before) != before:
+    after = change(before)
+    if after != before:
         array.check_written()
     if order in ("acq_rel", "acquire") and address in agent.machine.atomics:
         agent.acquire(*agent.machine.atomics[address])
@@ -118,7 +119,7 @@ def atomic(address: int, change: Callable[[int], int], order: str = "relaxed") -
         agent.machine.atomics[address] = (
             (np.maximum(clock, old[0]), np.maximum(published, old[1])) if old else (clock, published)
         )
-    numbers[offset[0] // 4] = np.int64(change(before)).astype(np.int32)
+    numbers[offset[0] // 4] = np.int64(after).astype(np.int32)
     return before
 
 

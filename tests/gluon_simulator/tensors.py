@@ -137,10 +137,6 @@ class Tensor:
             read.finish()
         return self.data
 
-    def own(self) -> tuple[slice, ...]:
-        """What this program of a cluster has."""
-        return own_part(self.data.shape, self.halves)
-
     def like(self, data, halves=None) -> "Tensor":
         """The same numbers in another order: nothing is computed."""
         return Tensor(data, self.type, halves, self.reads, self.flight, self.lanes)
@@ -275,8 +271,10 @@ def _move(pointer: Tensor, offset: Tensor, constant: bool, sign: int) -> Tensor:
     if offset.type is INT32 and not constant and numbers.size and np.abs(numbers.astype(np.int64)).max() >= REACH:
         raise SimulationError(f"a pointer moves by {numbers.max()} elements, computed in 32 bits: too many on the card")
     assert pointer.type.element_ty is not None
-    if offset.product and pointer.type.element_ty.is_float and machine.is_result(int(pointer.data.flat[0])):
-        raise SimulationError("a place in a result by a product in 32 bits: on the card results are larger")
+    if offset.product and pointer.type.element_ty.is_float:
+        array = machine.current().machine.memory.array_at(int(pointer.data.flat[0]))
+        if not array.is_operand:
+            raise SimulationError("a place in a result by a product in 32 bits: on the card results are larger")
     step = sign * pointer.type.element_ty.itemsize
     halves = joined_halves(pointer, offset)
     return Tensor(pointer.used() + step * numbers.astype(np.int64), pointer.type, halves)

@@ -1,8 +1,8 @@
 """Random problems for every Hopper kernel, in small whole numbers: all sums are exact, so a kernel has the reference's
 bits, on the card and in the simulator (tests/gluon_simulator).
 
-Sizes are no multiples of a tile. There are empty groups, rows outside the groups, with NaN in them, and two or more
-tiles a program of three.
+Sizes are no multiples of a tile. There are empty groups, rows outside the groups, with NaN in them, and more tiles than
+the simulated card has programs.
 """
 
 import dataclasses
@@ -99,6 +99,12 @@ def inside_of(offsets: np.ndarray, M: int) -> np.ndarray:
     return (row >= offsets[0]) & (row < offsets[-1])
 
 
+def wild_indices(rng: np.random.Generator, tokens: int, rows: int) -> np.ndarray:
+    """Tokens repeated and left out, in no order; a tenth are no tokens."""
+    some = rng.integers(0, tokens, rows)
+    return np.where(rng.random(rows) < 0.1, rng.choice([-1, tokens, -(2**31), 2**31 - 1], rows), some)
+
+
 def groups(offsets: np.ndarray):
     return [(g, slice(lo, hi)) for g, (lo, hi) in enumerate(itertools.pairwise(offsets))]
 
@@ -179,6 +185,16 @@ def _split_and_added(name: str, rng) -> Problem:
     return Problem(run, (lhs, dout, offsets, before), want)
 
 
+def _forward_and_wgrad(name: str, lhs, rhs, dout, offsets) -> Problem:
+    plan = Plan("triton", *[TILES[name]] * 3)
+    run = lambda lhs, rhs, dout, offsets: (
+        jaxops.grouped_matmul(lhs, rhs, offsets, plan=plan),
+        jaxops.grouped_wgrad(lhs, dout, offsets, plan=plan),
+    )
+    want = lambda: (product(lhs, rhs, offsets), gradient(lhs, dout, offsets))
+    return Problem(run, (lhs, rhs, dout, offsets), want)
+
+
 @kind("grouped_matmul_empty", "128x256", "ping-pong", "cluster", "cluster-halves")
 def _tiles_without_steps(name: str, rng) -> Problem:
     """Most groups are empty, most rows in none: one tile without steps after another. A cluster's second program has
@@ -187,13 +203,7 @@ def _tiles_without_steps(name: str, rng) -> Problem:
     sizes = np.where(rng.random(G) < 0.1, rng.integers(1, 90, G), 0)
     offsets = np.cumsum([M // 3, *sizes]).astype(np.int32)
     (lhs, dout), rhs = (spoiled(whole(rng, M, n), offsets) for n in (K, N)), whole(rng, G, K, N)
-    plan = Plan("triton", *[TILES[name]] * 3)
-    run = lambda lhs, rhs, dout, offsets: (
-        jaxops.grouped_matmul(lhs, rhs, offsets, plan=plan),
-        jaxops.grouped_wgrad(lhs, dout, offsets, plan=plan),
-    )
-    want = lambda: (product(lhs, rhs, offsets), gradient(lhs, dout, offsets))
-    return Problem(run, (lhs, rhs, dout, offsets), want)
+    return _forward_and_wgrad(name, lhs, rhs, dout, offsets)
 
 
 @kind("grouped_matmul_few", "128x256", "ping-pong", "cluster-halves")
@@ -201,13 +211,7 @@ def _few_rows(name: str, rng) -> Problem:
     """Fewer rows than a store has, and widths of one step and one tile."""
     offsets = np.array([2, 9, 9, 20, 21], np.int32)
     lhs, dout, rhs = spoiled(whole(rng, 23, 64), offsets), spoiled(whole(rng, 23, 32), offsets), whole(rng, 4, 64, 32)
-    plan = Plan("triton", *[TILES[name]] * 3)
-    run = lambda lhs, rhs, dout, offsets: (
-        jaxops.grouped_matmul(lhs, rhs, offsets, plan=plan),
-        jaxops.grouped_wgrad(lhs, dout, offsets, plan=plan),
-    )
-    want = lambda: (product(lhs, rhs, offsets), gradient(lhs, dout, offsets))
-    return Problem(run, (lhs, rhs, dout, offsets), want)
+    return _forward_and_wgrad(name, lhs, rhs, dout, offsets)
 
 
 @kind("grouped_matmul_sum", "128x256", "ping-pong", "cluster")
@@ -278,7 +282,7 @@ def _unit(name: str, rng) -> Problem:
     offsets = offsets_of(rng, M, G)
     x = whole(rng, T if gathered else M, K, most=1)
     weights = tuple(whole(rng, G, K, F, most=1) / 4 for _ in range(2))
-    indices = np.where(rng.random(M) < 0.1, rng.choice([-1, T, 2**31 - 1, -(2**31)], M), rng.integers(0, T, M))
+    indices = wild_indices(rng, T, M)
     x[9, 3] = np.nan
     indices[8], indices[-7] = 9, T - 1
     rows = spoiled(x[np.clip(indices, 0, T - 1)] if gathered else x, offsets)

@@ -12,18 +12,16 @@ from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.xla import multiply_xla
 from jaxops.ops.moe_mlp.unit_fp8 import unit_cast
 from tests.arrays import put
-from tests.ops.hopper_cases import ACTIVATIONS, KINDS, Problem, groups, inside_of, kind, offsets_of, whole
+from tests.ops.fp8_matmul.cases import operand_shapes
+from tests.ops.hopper_cases import ACTIVATIONS, KINDS, Problem, groups, inside_of, kind, offsets_of, whole, wild_indices
 
 __all__ = ["KINDS"]
 
 
 def _operand(rng, scaling: str, *shape: int, dtype=jnp.float8_e4m3fn, nan=None) -> Operand:
     """Whole numbers, and scales that are powers of two. nan: rows that are NaN, and so are their scales."""
-    *stack, rows, K = shape
-    blocks = [-(-size // 128) for size in (rows, K)]
-    of = {"tensorwise": (), "rowwise": (rows,), "block_1x128": (blocks[1], rows), "block_128x128": blocks}[scaling]
-    values, scales = whole(rng, *shape, most=2, dtype=dtype), np.exp2(rng.integers(-2, 3, (*stack, *of)))
-    scales = np.asarray(scales, np.float32)
+    values = whole(rng, *shape, most=2, dtype=dtype)
+    scales = np.asarray(np.exp2(rng.integers(-2, 3, operand_shapes(scaling, *shape).scales.shape)), np.float32)
     if nan is not None:
         values[nan] = np.nan
         if scaling in ("rowwise", "block_1x128"):
@@ -114,7 +112,7 @@ def _fp8_unit(name: str, rng) -> Problem:
     M, K, F, G = 430, int(rng.choice([272, 150])), 256, 5
     T, offsets = 300 if gathered else M, offsets_of(rng, M, G)
     b = _operand(rng, "block_128x128", G, 2 * F, K)
-    indices = np.where(rng.random(M) < 0.1, rng.choice([-1, T, 2**31 - 1, -(2**31)], M), rng.integers(0, T, M))
+    indices = wild_indices(rng, T, M)
     indices[8], indices[-7] = 0, T - 1
     tokens = _operand(rng, "block_1x128", T, K, nan=None if gathered else ~inside_of(offsets, M))
     zero = 0 if gathered else 8  # a row of zeros: its scale is the smallest one

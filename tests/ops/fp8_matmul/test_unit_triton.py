@@ -25,6 +25,7 @@ from jaxops.ops.moe_mlp.unit_fp8 import unit_cast
 from tests.arrays import put
 from tests.gluon import SHARED_BYTES, Kernel, check, compiled
 from tests.ops.fp8_matmul.cases import operand_shapes, options_of
+from tests.ops.hopper_cases import wild_indices
 from tests.ops.quantize.cases import bits_of
 
 M, K, F, G = 1000, 528, 384, 3  # no whole tiles of rows; the kernel does not depend on the sizes
@@ -212,12 +213,6 @@ def tokens_and_rows(sizes: Sizes, of_rows) -> tuple[Operand, jax.Array, Operand,
     at = np.clip(indices, 0, count - 1)
     rows = Operand(tokens.values[at], tokens.scales[:, at], a.scaling)
     return tokens, put(indices), rows, b, put(np.asarray(sizes.offsets, np.int32))
-
-
-def wild_indices(rng: np.random.Generator, tokens: int, rows: int) -> np.ndarray:
-    """Tokens repeated and left out, in no order; a tenth are no tokens."""
-    some = rng.integers(0, tokens, rows)
-    return np.where(rng.random(rows) < 0.1, rng.choice([-1, tokens, -(2**31), 2**31 - 1], rows), some)
 
 
 def check_gathered(sizes: Sizes, launch: Launch) -> None:

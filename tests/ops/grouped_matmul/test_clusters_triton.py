@@ -42,11 +42,11 @@ def test_kernel(name, stages, options, tmp_path):
     assert (len(alone), len(multicast)) == (2, 1 if name == "dgrad" else 4)
 
 
-@pytest.mark.parametrize("tiles", CLUSTERS, **NAMED)
-def test_kernel_of_split_sums(tiles, tmp_path):
+@pytest.mark.parametrize(("tiles", "spilled"), [(CLUSTERS[0], 36), (CLUSTERS[1], 48)], ids=["3 stages", "4 stages"])
+def test_kernel_of_split_sums(tiles, spilled, tmp_path):
     """As test_triton's, with more bytes spilled: the number that the programs share takes registers, too."""
     kernel = kernel_of("wgrad", dataclasses.replace(tiles, split=8))
-    check(kernel, ["m64n256k16.f32.bf16.bf16"] * 8, 2, tiles.shared_bytes("bfloat16"), tmp_path, 48, programs=2)
+    check(kernel, ["m64n256k16.f32.bf16.bf16"] * 8, 2, tiles.shared_bytes("bfloat16"), tmp_path, spilled, programs=2)
 
 
 def test_kernel_of_two_products(tmp_path):

@@ -131,6 +131,14 @@ def pytest_runtest_call(item):
         return (yield)
 
 
+@pytest.fixture(autouse=True)
+def _warned_anew():
+    """What one test was warned of must not be silent in the next one."""
+    from jaxops._lib.device import warn_once
+
+    warn_once.cache_clear()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache_directory(tmp_path_factory):
     """Tuned rows that a developer has stored for their own GPU must not decide what is tested."""

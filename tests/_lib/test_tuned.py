@@ -31,11 +31,9 @@ def _own_rows(tmp_path, monkeypatch):
     """A row of the user's, in a cache directory of the test's own; in the process nothing read and nothing said."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     read_rows.cache_clear()
-    warn_once.cache_clear()
     store_rows(OP, H200, [MINE], same=lambda row, old: False)
     yield
     read_rows.cache_clear()
-    warn_once.cache_clear()
 
 
 @pytest.fixture

@@ -103,6 +103,7 @@ def test_cards_before_ada_take_xla(kind):
         make_plan(PROBLEM, Device(kind, "gpu"), backend="triton")
 
 
+@pytest.mark.filterwarnings("ignore:jaxops takes its Pallas kernels")
 @pytest.mark.parametrize(
     ("kind", "installed", "backend"),
     [("NVIDIA H200", True, "triton"), ("NVIDIA H200", False, "pallas"), ("NVIDIA L4", True, "pallas")],

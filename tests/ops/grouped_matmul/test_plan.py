@@ -129,7 +129,6 @@ def test_kernel_by_device_and_problem(monkeypatch):
         for rows, N in ((16, 264), (17, 264), (16, 272))
     ] == ["pallas", "triton", "triton"], "rows of 264 columns are no multiple of a sector"
     monkeypatch.setattr(device_facts, "gluon_missing", lambda: "they are not installed")
-    device_facts.warn_once.cache_clear()
     with pytest.warns(
         RuntimeWarning, match="jaxops takes its Pallas kernels on this NVIDIA H200.*they are not installed"
     ):

@@ -23,7 +23,7 @@ import jaxops
 from benchmarks import bench_grouped_matmul, checks, fp8_machine, fp8_products, harness, shapes
 from benchmarks.peers_torch import TorchProcess
 from benchmarks.shapes import GroupedShape
-from jaxops._lib.fp8 import Quantized
+from jaxops._lib.numerics.fp8 import Quantized
 from jaxops.ops.fp8_matmul.operand import Operand, cols_of
 from jaxops.ops.fp8_matmul.plan import Plan, Problem
 from jaxops.ops.fp8_matmul.recipes import RECIPES

@@ -10,9 +10,9 @@ from jax import lax
 
 import jaxops
 from benchmarks import quantized_bytes
-from jaxops._lib.device import current_device
-from jaxops._lib.fp8 import Quantized
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.numerics.fp8 import Quantized
+from jaxops._lib.planning.device import current_device
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
 from jaxops.ops.fp8_matmul.operand import Operand, cols_of, rows_of
 from jaxops.ops.fp8_matmul.plan import Plan, Problem, Tiles, candidates, make_plan

@@ -26,7 +26,7 @@ from benchmarks.rows import (  # noqa: F401  (some for the benchmarks, which imp
     ratios,
     results_folder,
 )
-from jaxops._lib.device import current_device
+from jaxops._lib.planning.device import current_device
 from jaxops.profiling.device_times import device_times_us, kernel_times_us, wall_times_us
 from models import device_memory
 

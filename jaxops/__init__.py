@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # Before anything is traced.
-from jaxops._lib import jit_keys as _jit_keys  # noqa: F401
+from jaxops._lib.planning import jit_keys as _jit_keys  # noqa: F401
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time a name is imported on first use
     from jaxops.inspecting import inspect

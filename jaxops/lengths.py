@@ -1,6 +1,6 @@
 """Padded lengths that many batches share, so that few programs are compiled."""
 
-from jaxops._lib.checks import check_integer
+from jaxops._lib.arrays.checks import check_integer
 
 
 def bucket_length(length: int, *, multiple: int = 128, steps: int = 8) -> int:

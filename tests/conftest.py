@@ -69,7 +69,7 @@ hypothesis.settings.load_profile("jaxops")
 
 
 def pytest_configure(config):
-    from jaxops._lib.device import gluon_missing
+    from jaxops._lib.planning.device import gluon_missing
 
     # On Python 3.11 only: elsewhere the suite must see that Hopper's kernels are not taken.
     if sys.version_info < (3, 12) and gluon_missing():
@@ -134,7 +134,7 @@ def pytest_runtest_call(item):
 @pytest.fixture(autouse=True)
 def _warned_anew():
     """What one test was warned of must not be silent in the next one."""
-    from jaxops._lib.device import warn_once
+    from jaxops._lib.planning.device import warn_once
 
     warn_once.cache_clear()
 

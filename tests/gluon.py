@@ -13,10 +13,10 @@ import jax
 import pytest
 import triton.backends.nvidia
 
-from jaxops._lib import launch_triton
-from jaxops._lib.device import Device
-from jaxops._lib.ragged_gemm_triton import ragged_gemm_kernel
-from jaxops._lib.schedule_triton import schedule_groups_kernel, schedule_parts_kernel, schedule_rows_kernel
+from jaxops._lib.gluon import launch_triton
+from jaxops._lib.gluon.ragged_gemm_triton import ragged_gemm_kernel
+from jaxops._lib.gluon.schedule_triton import schedule_groups_kernel, schedule_parts_kernel, schedule_rows_kernel
+from jaxops._lib.planning.device import Device
 from jaxops.ops.fp8_matmul.gemm_triton import fp8_gemm_kernel
 from jaxops.ops.fp8_matmul.inside_triton import fp8_gemm_inside_kernel
 from jaxops.ops.fp8_matmul.unit_triton import fp8_unit_kernel

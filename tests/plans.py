@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from jaxops._lib.plans import BasePlan
+from jaxops._lib.planning.plans import BasePlan
 
 
 def choices(plan):

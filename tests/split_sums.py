@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxops._lib.work_list import COLUMNS, MOST_PARTS, STEP_ROWS, least_rows_of_part
+from jaxops._lib.ragged.work_list import COLUMNS, MOST_PARTS, STEP_ROWS, least_rows_of_part
 
 
 class Entry(NamedTuple):
@@ -73,7 +73,7 @@ def interpreted(offsets: np.ndarray, M: int, split: int, counters: int) -> tuple
     """`schedule_parts` by Triton's interpreter."""
     import pytest
 
-    from jaxops._lib import schedule_triton
+    from jaxops._lib.gluon import schedule_triton
     from tests.interpret_triton import interpret
 
     def call(given, *, kernel, out_type, grid, name, flops, **named):

@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 
-from jaxops._lib.device import current_device, default_number
+from jaxops._lib.planning.device import current_device, default_number
 
 # What nvidia-smi calls the reasons for low clocks that are no part of normal work. The power cap is: large products
 # reach it.

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxops._lib.device import current_device
-from jaxops._lib.recorded import Decision, watch
+from jaxops._lib.planning.device import current_device
+from jaxops._lib.planning.recorded import Decision, watch
 from jaxops.inspecting import choices, gradients, references
 from jaxops.inspecting.calls import Call, take_apart
 from jaxops.inspecting.inspection import Inspection, SideBySide

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxops._lib.device import default_device
+from jaxops._lib.planning.device import default_device
 from jaxops.inspecting.references import COLLECTIVES, ENTRIES, Entry, is_float
 from jaxops.ops.quantize import Quantized
 

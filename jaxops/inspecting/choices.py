@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxops._lib.device import Device
-from jaxops._lib.recorded import Decision, Source
-from jaxops._lib.tuned import read_rows, tuned_rows
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.recorded import Decision, Source
+from jaxops._lib.planning.tuned import read_rows, tuned_rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.profiling.costs import cost_of
 from jaxops.profiling.device_times import device_times_us, kernel_times_us, wall_times_us
 from jaxops.profiling.hlo import parse

@@ -3,7 +3,7 @@
 `policy` chooses the values, `scan` hides their copies, `report` checks the compiled program, `propose` finds a policy.
 """
 
-from jaxops._lib.residual_names import named
+from jaxops._lib.arrays.residual_names import named
 from jaxops.offload.policies import Policy, policy
 from jaxops.offload.proposals import Proposal, Residual, propose
 from jaxops.offload.reports import Copy, OffloadError, Report, compiler_options, report

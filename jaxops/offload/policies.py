@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from jaxops._lib.checks import check_integer, type_name
-from jaxops._lib.residual_names import check_name
+from jaxops._lib.arrays.checks import check_integer, type_name
+from jaxops._lib.arrays.residual_names import check_name
 from jaxops.offload.residuals import check_known, covers, did_you_mean, residual_bytes
 
 Choice = Literal["keep", "offload", "recompute"]

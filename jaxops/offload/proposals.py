@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._lib.checks import check_integer
+from jaxops._lib.arrays.checks import check_integer
 from jaxops.offload.policies import Choice, Policy
 from jaxops.offload.reports import compiler_options, needed_bytes
 from jaxops.offload.residuals import CARRY, count_names

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.checks import check_flag
+from jaxops._lib.arrays.checks import check_flag
 
 _HOST = "S(5)"  # host memory in XLA's layouts
 _OPCODE = re.compile(r"[)}\]] ([a-z][a-z\-]*)\(([^)]*)\)")

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from jaxops._lib.checks import type_name
-from jaxops._lib.manual_axes import barrier, vary_as
+from jaxops._lib.arrays.checks import type_name
+from jaxops._lib.arrays.manual_axes import barrier, vary_as
 from jaxops.offload.policies import Policy
 from jaxops.offload.residuals import CARRY, check_known, count_names, origin, residual_bytes, unknown
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from jaxops._lib.checks import check_integer, type_name
+from jaxops._lib.arrays.checks import check_integer, type_name
 from jaxops.offload.rowwise import check_rows
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device

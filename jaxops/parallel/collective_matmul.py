@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import check_choice, check_float, check_size, compute_dtype_of, type_name
-from jaxops._lib.differentiable import differentiable
-from jaxops._lib.manual_axes import barrier, vary_together
-from jaxops._lib.precision import named_cast, resolve_precision
+from jaxops._lib.arrays.checks import check_choice, check_float, check_size, compute_dtype_of, type_name
+from jaxops._lib.arrays.differentiable import differentiable
+from jaxops._lib.arrays.manual_axes import barrier, vary_together
+from jaxops._lib.arrays.precision import named_cast, resolve_precision
 from jaxops.parallel.plan import BACKENDS
 from jaxops.parallel.products import Spec, dot, gather_products, scatter_products
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxops._lib.costs import allocated
+from jaxops._lib.planning.costs import allocated
 
 Axis = str | tuple[str, ...]
 

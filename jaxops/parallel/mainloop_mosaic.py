@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from jaxops._lib.costs import Cost
+from jaxops._lib.planning.costs import Cost
 from jaxops.parallel.plan import CONSUMERS, DEEP, HIGH, MOST, Tiles
 
 plgpu: Any = mosaic_gpu  # the signatures of JAX 0.10, which pyright may read, differ

@@ -5,9 +5,9 @@ from typing import Literal
 
 import jax
 
-from jaxops._lib.device import Device
-from jaxops._lib.plans import BasePlan
-from jaxops._lib.recorded import note
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.plans import BasePlan
+from jaxops._lib.planning.recorded import note
 
 HIGH, DEEP = 128, 64  # rows of a tile, depth of a step
 CONSUMERS = 2  # warpgroups that multiply

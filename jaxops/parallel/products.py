@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.device import current_device
-from jaxops._lib.differentiable import differentiable_as
+from jaxops._lib.arrays.differentiable import differentiable_as
+from jaxops._lib.planning.device import current_device
 from jaxops.parallel.device_numbers import if_devices_in_order
 from jaxops.parallel.plan import Plan, Problem, make_plan
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxops._lib.manual_axes import vary_as
+from jaxops._lib.arrays.manual_axes import vary_as
 from jaxops.parallel.mainloop_mosaic import (
     CONSUMERS,
     COUNTER,

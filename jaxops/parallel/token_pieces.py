@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.differentiable import differentiable
-from jaxops._lib.manual_axes import barrier
+from jaxops._lib.arrays.differentiable import differentiable
+from jaxops._lib.arrays.manual_axes import barrier
 from jaxops.parallel.exchange import Axis, gather_parts, sum_parts
 
 Pieces = tuple[jax.Array, ...]

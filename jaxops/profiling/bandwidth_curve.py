@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.checks import check_choice, check_integer
+from jaxops._lib.arrays.checks import check_choice, check_integer
 from jaxops.profiling import measuring
 
 Kind = Literal["copy", "read", "write", "host_to_device", "device_to_host", "peer_to_peer"]

@@ -3,7 +3,7 @@
 XLA gives them for a whole program only (`compiled.cost_analysis()`), so its rules (xla/service/hlo_cost_analysis.cc)
 are applied here to one instruction: a product has two FLOPs a multiplication, an elementwise operation one an element
 (exponentials and the like none), a reduction one an addition; bytes are those of operands and results, of slices where
-only slices are read or written. Kernels of jaxops state their own (`jaxops._lib.costs`).
+only slices are read or written. Kernels of jaxops state their own (`jaxops._lib.planning.costs`).
 """
 
 import dataclasses

@@ -73,7 +73,7 @@ class Instruction:
 
     @functools.cached_property
     def estimate(self) -> tuple[int, int] | None:
-        """FLOPs and bytes that a kernel of jaxops states (`jaxops._lib.costs`)."""
+        """FLOPs and bytes that a kernel of jaxops states (`jaxops._lib.planning.costs`)."""
         flops, moved = (re.search(rf'\bjaxops_{what}="(\d+)"', self.text) for what in ("flops", "bytes"))
         return (int(flops[1]), int(moved[1])) if flops and moved else None
 

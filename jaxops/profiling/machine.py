@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.cache_files import cache_folder, write_whole
+from jaxops._lib.arrays.checks import check_dtype, check_flag, check_number
 from jaxops._lib.card import disturbance
-from jaxops._lib.checks import check_dtype, check_flag, check_number
-from jaxops._lib.device import Device
+from jaxops._lib.planning.cache_files import cache_folder, write_whole
+from jaxops._lib.planning.device import Device
 from jaxops.profiling import measuring
 
 _FP8 = "float8_e4m3fn"

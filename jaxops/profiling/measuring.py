@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxops._lib.checks import type_name
-from jaxops._lib.device import Device, current_device, default_device, host_device
+from jaxops._lib.arrays.checks import type_name
+from jaxops._lib.planning.device import Device, current_device, default_device, host_device
 from jaxops.profiling.device_times import device_times_us, wall_times_us
 
 _WORK_US = 50_000  # of measured calls: enough for a median, and a GPU's clocks settle

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxops._lib import jit_keys
+from jaxops._lib.planning import jit_keys
 
 _WRAPPED = re.compile(r"([\w.\-]+)\((.*)\)$")
 # Parts of a path that are transformations and calls, not the user's or a module's names.

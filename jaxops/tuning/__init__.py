@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._lib.checks import type_name
-from jaxops._lib.device import Device, current_device
-from jaxops._lib.recorded import record
-from jaxops._lib.tuned import store_rows, tuned_rows, use_rows
+from jaxops._lib.arrays.checks import type_name
+from jaxops._lib.planning.device import Device, current_device
+from jaxops._lib.planning.recorded import record
+from jaxops._lib.planning.tuned import store_rows, tuned_rows, use_rows
 from jaxops.profiling import device_times_us
 from jaxops.tuning.ops import OPS, Tunable
 

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from jaxops import tuning
 from jaxops._lib.card import disturbance
+from jaxops._lib.planning.tuned import export_rows, remove_rows, rows_in, user_file, user_files, user_folder
 from jaxops._lib.python_program import ProgramError
 from jaxops._lib.terminal import console, show_any_text
-from jaxops._lib.tuned import export_rows, remove_rows, rows_in, user_file, user_files, user_folder
 from jaxops.tuning.ops import OPS, Tunable
 from jaxops.tuning.program import problems_of, run_recorded, tune_all, untuned
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._lib.device import Device, current_device, runs_gluon
-from jaxops._lib.fp8 import SCALINGS, Quantized
-from jaxops._lib.plans import Planner
+from jaxops._lib.numerics.fp8 import SCALINGS, Quantized
+from jaxops._lib.planning.device import Device, current_device, runs_gluon
+from jaxops._lib.planning.plans import Planner
 from jaxops.ops import (
     adaln,
     cached_attention,

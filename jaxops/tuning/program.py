@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxops import tuning
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.tuned import check_can_store, own_rows
 from jaxops._lib.python_program import ProgramError, run_program
-from jaxops._lib.tuned import check_can_store, own_rows
 from jaxops.tuning.ops import OPS
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxops._lib.activations import ACTIVATIONS, activate, activate_and_slope, quick_sigmoid
+from jaxops._lib.numerics.activations import ACTIVATIONS, activate, activate_and_slope, quick_sigmoid
 
 U = np.linspace(-9, 9, 4001)
 ROOT = math.sqrt(2 / math.pi)

@@ -88,7 +88,7 @@ def test_they_lower(name):
 def test_without_the_rule_they_would():
     """What the other tests look for is there where the kernels are launched otherwise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxops._lib.launch_pallas._overflows", lambda x: False)
+        patch.setattr("jaxops._lib.pallas.launch_pallas._overflows", lambda x: False)
         for name in ("adaln", "vmap-quantize"):
             fn, *shapes = CASES[name]
             with on_h200(), traced_anew():

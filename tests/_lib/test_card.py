@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jaxops._lib import card
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 
 
 @pytest.fixture(autouse=True)

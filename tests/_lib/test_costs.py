@@ -29,7 +29,7 @@ def without_lists(found: list[tuple[str, int, int]]) -> list[tuple[str, int, int
 def triton_costs(fn, *shapes) -> list[tuple[int, int]]:
     """(FLOPs, bytes) of Hopper's kernels but work lists', in order. Compiles none of them: each would take seconds."""
     pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
-    from jaxops._lib.launch_triton import triton_lib
+    from jaxops._lib.gluon.launch_triton import triton_lib
     from tests import gluon
 
     texts, nothing = [], gluon.Kernel("none", 4, 1, 0, "")

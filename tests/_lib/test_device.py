@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxops._lib import device as device_facts
-from jaxops._lib.device import Device, device_of
+from jaxops._lib.planning import device as device_facts
+from jaxops._lib.planning.device import Device, device_of
 
 CAPABILITIES = {
     "Tesla V100-SXM2-16GB": (7, 0),

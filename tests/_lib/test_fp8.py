@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jaxops import dequantize
-from jaxops._lib.fp8 import (
+from jaxops._lib.numerics.fp8 import (
     _FACTOR_BITS,
     AMAX_MAX,
     AMAX_MIN,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxops._lib import instructions
-from jaxops._lib.launch_pallas import launch
+from jaxops._lib.numerics import instructions
+from jaxops._lib.pallas.launch_pallas import launch
 from tests.hopper import on_h200
 
 # The function, its twin, and what its assembly has.

@@ -11,8 +11,8 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxops._lib.launch_pallas import launch
-from jaxops._lib.manual_axes import out_struct
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.pallas.launch_pallas import launch
 from tests.hopper import H200, lower_for_h200, on_h200
 from tests.jaxprs import equations, kernel_arrays, overflow_int32
 from tests.window import window

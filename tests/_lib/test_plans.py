@@ -8,9 +8,9 @@ from typing import Literal
 
 import pytest
 
-from jaxops._lib.device import Device
-from jaxops._lib.plans import ADA, AMPERE, BasePlan, Planner, check_fields
-from jaxops._lib.powers import covering
+from jaxops._lib.arrays.powers import covering
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.plans import ADA, AMPERE, BasePlan, Planner, check_fields
 
 H200, L4, A100 = Device("NVIDIA H200", "gpu"), Device("NVIDIA L4", "gpu"), Device("NVIDIA A100-SXM4-80GB", "gpu")
 V100, MI300X = Device("Tesla V100-SXM2-16GB", "gpu"), Device("AMD Instinct MI300X", "gpu")

@@ -7,10 +7,10 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.launch_pallas import launch
-from jaxops._lib.schedule_pallas import schedule_groups, schedule_rows, tile_of, work_of_rows
-from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import COLUMNS
+from jaxops._lib.pallas.launch_pallas import launch
+from jaxops._lib.pallas.schedule_pallas import schedule_groups, schedule_rows, tile_of, work_of_rows
+from jaxops._lib.ragged.tiling import tile_bound
+from jaxops._lib.ragged.work_list import COLUMNS
 
 
 def columns(schedule) -> np.ndarray:
@@ -122,7 +122,7 @@ OFFSETS = {
 @pytest.mark.parametrize("M", [100, 1777])
 @pytest.mark.gpu
 def test_triton_equals_pallas(offsets, M):
-    from jaxops._lib import schedule_triton
+    from jaxops._lib.gluon import schedule_triton
 
     offsets = jnp.array(offsets, jnp.int32)
     G = offsets.shape[0] - 1
@@ -142,7 +142,7 @@ def test_triton_equals_pallas(offsets, M):
 
 def test_triton_kernels_compile():
     pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
-    from jaxops._lib import schedule_triton
+    from jaxops._lib.gluon import schedule_triton
     from tests.gluon import compiled
 
     offsets = jax.ShapeDtypeStruct((9,), jnp.int32)
@@ -163,7 +163,7 @@ def test_triton_kernels_compile():
 @pytest.mark.parametrize("seed", range(4))
 def test_tritons_lists_are_pallas_ones(seed, monkeypatch):
     """Also of several programs, of offsets that break the contract, and with zeros behind the list."""
-    from jaxops._lib import schedule_triton
+    from jaxops._lib.gluon import schedule_triton
 
     monkeypatch.setattr(schedule_triton, "_ELEMENTS", 64)
     rng = np.random.default_rng(seed)

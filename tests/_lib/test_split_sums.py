@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxops._lib.work_list import MOST_PARTS, STEP_ROWS, least_rows_of_part
+from jaxops._lib.ragged.work_list import MOST_PARTS, STEP_ROWS, least_rows_of_part
 from tests.split_sums import bounds, cases, check, work_list
 
 
@@ -23,7 +23,7 @@ def test_the_list_in_tritons_interpreter():
 
 @pytest.mark.gpu
 def test_the_list_on_a_gpu():
-    from jaxops._lib.schedule_triton import schedule_parts
+    from jaxops._lib.gluon.schedule_triton import schedule_parts
 
     for offsets, M, split in cases()[::4]:
         work, entries = schedule_parts(jnp.asarray(offsets), M, split, zeros=100)

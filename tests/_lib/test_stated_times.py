@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxops._lib.costs import Cost, allocated
+from jaxops._lib.planning.costs import Cost, allocated
 
 
 def test_nanoseconds():

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
-from jaxops._lib import tile_scheduler_triton as scheduler
+from jaxops._lib.gluon import tile_scheduler_triton as scheduler
 
 
 def tiles_of(program: int, programs: int, tiles: int, monkeypatch) -> list[int]:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxops
-from jaxops._lib.device import Device, current_device, warn_once
-from jaxops._lib.recorded import Decision, watch
-from jaxops._lib.tuned import export_rows, read_rows, remove_rows, store_rows, user_files, user_folder
+from jaxops._lib.planning.device import Device, current_device, warn_once
+from jaxops._lib.planning.recorded import Decision, watch
+from jaxops._lib.planning.tuned import export_rows, read_rows, remove_rows, store_rows, user_files, user_folder
 from jaxops.ops import grouped_matmul
 from jaxops.tuning import tuned_rows, use_rows
 
@@ -344,7 +344,7 @@ def test_another_users_home():
 PROCESS = """
 import sys, warnings
 import jax
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.tuning import tuned_rows
 jax.distributed.initialize(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 with warnings.catch_warnings(record=True) as said:

@@ -6,9 +6,9 @@ import numpy as np
 
 from benchmarks import bench_unseen_shapes, harness, shapes
 from benchmarks.bench_unseen_shapes import DISTS, SMOKE, few, unseen
-from jaxops._lib import device
-from jaxops._lib.device import Device
-from jaxops._lib.powers import power_of_2
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.planning import device
+from jaxops._lib.planning.device import Device
 from jaxops.ops.grouped_matmul import Tiles, candidates, make_plan
 from tests.command_line import run
 from tests.hopper import on_h200

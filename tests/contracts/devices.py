@@ -4,8 +4,8 @@ import pathlib
 import re
 from unittest import mock
 
-from jaxops._lib import device as device_module
-from jaxops._lib.device import Device
+from jaxops._lib.planning import device as device_module
+from jaxops._lib.planning.device import Device
 from tests.contracts.ops import OPS
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/plans.md"

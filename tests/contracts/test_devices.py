@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops import adaln, grouped_matmul
 from tests.contracts.devices import DEVICES, problems, table, written
 from tests.contracts.ops_adaln import FP8_RESULT

@@ -31,7 +31,7 @@ def half(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize("backend", ["auto", "pallas"])
 def test_offsets_of_elements(name, i, mapped, backend):
     """Pallas indexes arrays of more than 2**32 bytes in 64 bits: FP8 arrays of 2**31 to 2**32 elements would overflow.
-    The launch gives a kernel more rows then (jaxops/_lib/launch_pallas.py)."""
+    The launch gives a kernel more rows then (jaxops/_lib/pallas/launch_pallas.py)."""
     op = EVERYTHING[name]
     sizes, how = op.large[i]
     how = dict(how) | ({"backend": backend} if op.module is not None else {})

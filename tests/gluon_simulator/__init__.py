@@ -13,7 +13,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxops._lib import device as devices
+from jaxops._lib.planning import device as devices
 from tests.gluon_simulator import launch
 from tests.gluon_simulator.machine import SimulationError
 from tests.gluon_simulator.modules import in_place_of, simulated_modules

@@ -174,5 +174,5 @@ def simulated_modules() -> dict[str, types.ModuleType]:
         for name in kernel_modules():
             importlib.import_module(name)
         found |= {name: sys.modules[name] for name in kernel_modules()}
-    found["jaxops._lib.launch_triton"].allocated = _undefined
+    found["jaxops._lib.gluon.launch_triton"].allocated = _undefined
     return found

@@ -5,7 +5,7 @@ import operator
 
 import numpy as np
 
-from jaxops._lib.device import HOPPER_SHARED_BYTES
+from jaxops._lib.planning.device import HOPPER_SHARED_BYTES
 from tests.gluon_simulator import machine
 from tests.gluon_simulator.machine import Agent, SimulationError
 from tests.gluon_simulator.tensors import INT64, Tensor, Type, halves_of, own_part, unwrap

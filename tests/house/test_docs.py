@@ -108,7 +108,7 @@ def test_faults_are_found():
         # A title
 
         [here](#a-title), [there](README.md#install), [not there](#no-title), [nowhere](nowhere.md)
-        `jaxops.grouped_matmul`, `jaxops.no_such_op`, `jaxops._lib.fp8`
+        `jaxops.grouped_matmul`, `jaxops.no_such_op`, `jaxops._lib.numerics.fp8`
 
         ```text
         [this](is.code)
@@ -121,7 +121,7 @@ def test_faults_are_found():
         ```
         """)
     assert broken_links("README.md", text) == ["#no-title", "nowhere.md"]
-    assert unknown_names(text) == ["jaxops._lib.fp8", "jaxops.no_such_op"]
+    assert unknown_names(text) == ["jaxops._lib.numerics.fp8", "jaxops.no_such_op"]
     with pytest.raises(NameError) as caught:
         run("guide.md", text)
     assert caught.traceback[-1].lineno + 1 == 13

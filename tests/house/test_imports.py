@@ -64,7 +64,7 @@ def may_import(module: str, name: str) -> bool:
             "jaxops.inspecting",
             "jaxops.lengths",
             "jaxops.parallel",
-            "jaxops._lib.jit_keys",
+            "jaxops._lib.planning.jit_keys",
         )
     return not inside(name, "jaxops.nn")  # tuning, profiling, offload
 
@@ -94,8 +94,8 @@ def test_arrows():
 def test_a_wrong_arrow_is_seen():
     for module, source in [
         ("models.train", "from jaxops.ops.grouped_matmul import make_plan"),
-        ("models.train", "import jaxops._lib.device"),
-        ("jaxops.nn.grouped_linear", "from jaxops._lib import checks"),
+        ("models.train", "import jaxops._lib.planning.device"),
+        ("jaxops.nn.grouped_linear", "from jaxops._lib.arrays import checks"),
         ("jaxops.nn.grouped_linear", "from jaxops.ops.grouped_matmul.plan import Plan"),
         ("jaxops.ops.adaln.api", "from jaxops.ops.grouped_matmul import plan"),
         ("jaxops.ops.adaln.api", "import jaxops.tuning"),
@@ -104,7 +104,7 @@ def test_a_wrong_arrow_is_seen():
         ("jaxops.parallel.products", "from jax.experimental.pallas import mosaic_gpu"),
         ("jaxops.ops.adaln.api", "import triton"),
         ("jaxops.parallel", "import flax"),
-        ("jaxops._lib.device", "from jaxops.ops.grouped_matmul import Plan"),
+        ("jaxops._lib.planning.device", "from jaxops.ops.grouped_matmul import Plan"),
         ("jaxops.tuning", "from jaxops.nn import GroupedLinear"),
         ("jaxops.profiling", "import benchmarks.harness"),
     ]:

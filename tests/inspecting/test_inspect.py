@@ -10,9 +10,9 @@ import pytest
 import rich.console
 
 import jaxops
-from jaxops._lib.device import Device, current_device
-from jaxops._lib.recorded import watch
-from jaxops._lib.tuned import read_rows, store_rows
+from jaxops._lib.planning.device import Device, current_device
+from jaxops._lib.planning.recorded import watch
+from jaxops._lib.planning.tuned import read_rows, store_rows
 from jaxops.inspecting import Inspection, SideBySide, programs
 from jaxops.inspecting.choices import choices_of
 from jaxops.inspecting.programs import Kernel, Setting, compiled, least_us, measured, work_of

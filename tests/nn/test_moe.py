@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._lib.device import gluon_missing
+from jaxops._lib.planning.device import gluon_missing
 from jaxops.nn import MoE, Router, RouterBias
 from tests.arrays import put
 from tests.compare import assert_close

@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 
 import jaxops
-from jaxops._lib import activations
-from jaxops._lib.device import Device, current_device
+from jaxops._lib.numerics import activations
+from jaxops._lib.planning.device import Device, current_device
 from jaxops.ops.grouped_matmul import Plan, Tiles, grouped_matmul_sum
 from tests.arrays import put
 

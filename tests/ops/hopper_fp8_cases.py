@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._lib.device import current_device
-from jaxops._lib.ragged import padded_rows, padded_starts
+from jaxops._lib.planning.device import current_device
+from jaxops._lib.ragged.offsets import padded_rows, padded_starts
 from jaxops.ops.fp8_matmul import RECIPES, Tiles
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.xla import multiply_xla

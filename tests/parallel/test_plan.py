@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.parallel import products
 from jaxops.parallel.plan import OLDEST, Problem, make_plan
 from tests.parallel.cases import AXIS, PRODUCTS, mesh_of, over

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxops._lib.device import Device, current_device
+from jaxops._lib.planning.device import Device, current_device
 from jaxops.profiling import Ceilings, bandwidth, ceilings, machine, measuring
 
 TINY = machine.Sizes(1 << 12, ((16, 32, 8), (32, 8, 16)), 1 << 12)

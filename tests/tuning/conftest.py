@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxops._lib.tuned import read_rows
+from jaxops._lib.planning.tuned import read_rows
 
 
 @pytest.fixture(autouse=True)

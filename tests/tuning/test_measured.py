@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxops.tuning
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops.grouped_matmul import Problem, Tiles
 from jaxops.ops.grouped_matmul.plan import PLANNER
 from jaxops.tuning import store, tune

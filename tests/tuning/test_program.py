@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import jaxops
 import jaxops.tuning
-from jaxops._lib.device import Device
-from jaxops._lib.tuned import store_rows, tuned_rows, user_file
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.tuned import store_rows, tuned_rows, user_file
 from jaxops.ops import adaln, fp8_matmul, grouped_matmul, quantize
 from jaxops.tuning import TuningError, program, record, use_rows
 from jaxops.tuning import __main__ as command_line

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 import jaxops.tuning
-from jaxops._lib import device as device_facts
-from jaxops._lib.device import Device
-from jaxops._lib.tuned import read_rows, store_rows, tuned_rows, user_file
+from jaxops._lib.planning import device as device_facts
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.tuned import read_rows, store_rows, tuned_rows, user_file
 from jaxops.ops import (
     adaln,
     cached_attention,

@@ -7,13 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.activations import ACTIVATIONS
-from jaxops._lib.checks import FLOATS, check_choice, check_dtype, check_float, check_number, check_offsets, check_size
-from jaxops._lib.device import device_of
-from jaxops._lib.differentiable import differentiable, differentiable_as
-from jaxops._lib.fp8 import BLOCK, FP8, Quantized
-from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.arrays.checks import (
+    FLOATS,
+    check_choice,
+    check_dtype,
+    check_float,
+    check_number,
+    check_offsets,
+    check_size,
+)
+from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.numerics.activations import ACTIVATIONS
+from jaxops._lib.numerics.fp8 import BLOCK, FP8, Quantized
+from jaxops._lib.planning.device import device_of
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.adaln.bwd_pallas import backward_pallas
 from jaxops.ops.adaln.fwd_pallas import forward_pallas
 from jaxops.ops.adaln.plan import PER, STATS, Arrays, Plan, Problem, Spec, make_plan

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxops._lib.activations import activate_and_slope
-from jaxops._lib.fp8 import BLOCK, FP8, quantize_blocks
-from jaxops._lib.launch_pallas import launch_named
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.masked_pallas import store
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.numerics.activations import activate_and_slope
+from jaxops._lib.numerics.fp8 import BLOCK, FP8, quantize_blocks
+from jaxops._lib.pallas.launch_pallas import launch_named
+from jaxops._lib.pallas.masked_pallas import store
+from jaxops._lib.planning.traced_once import traced_once
 from jaxops.ops.adaln.plan import STATS, Arrays, Spec, Tiles
 from jaxops.ops.adaln.rows_pallas import (
     MODULATION,

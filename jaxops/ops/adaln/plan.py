@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxops._lib.device import Device
-from jaxops._lib.plans import ADA, AMPERE, BasePlan, Call, Planner, check_fields
-from jaxops._lib.powers import covering, power_of_2
+from jaxops._lib.arrays.powers import covering, power_of_2
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.plans import ADA, AMPERE, BasePlan, Call, Planner, check_fields
 
 PASSES = ("fwd", "bwd")
 PER = ("sequence", "row")

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.activations import activate
+from jaxops._lib.numerics.activations import activate
 
 
 def _member(offsets: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:

@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.masked_pallas import both, load, store
-from jaxops._lib.ragged import runs
+from jaxops._lib.pallas.masked_pallas import both, load, store
+from jaxops._lib.ragged.offsets import runs
 from jaxops.ops.adaln.plan import Spec, Tiles
 
 _WIDTH = 128  # offsets that one step of the search for a row's sequence compares: 1 step for up to 128, 2 up to 16,384

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.activations import activate
-from jaxops._lib.fp8 import BLOCK, FP8, kept, quantize_blocks
-from jaxops._lib.ragged import group_of_rows
+from jaxops._lib.numerics.activations import activate
+from jaxops._lib.numerics.fp8 import BLOCK, FP8, kept, quantize_blocks
+from jaxops._lib.ragged.offsets import group_of_rows
 from jaxops.ops.adaln.plan import Arrays, Spec
 
 

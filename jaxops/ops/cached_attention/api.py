@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.checks import check_array, check_float, check_integer, check_number, type_name
-from jaxops._lib.device import device_of
-from jaxops._lib.differentiable import differentiable_as
-from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.precision import resolve_precision
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.arrays.checks import check_array, check_float, check_integer, check_number, type_name
+from jaxops._lib.arrays.differentiable import differentiable_as
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.precision import resolve_precision
+from jaxops._lib.planning.device import device_of
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.cached_attention.fwd_pallas import cached_pallas
 from jaxops.ops.cached_attention.plan import Plan, Problem, make_plan
 from jaxops.ops.cached_attention.xla import Attended, How, cached_xla

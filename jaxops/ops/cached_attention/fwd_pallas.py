@@ -10,12 +10,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.costs import bytes_of
-from jaxops._lib.launch_pallas import launch_named
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.masked_pallas import load, store
-from jaxops._lib.powers import power_of_2
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.pallas.launch_pallas import launch_named
+from jaxops._lib.pallas.masked_pallas import load, store
+from jaxops._lib.planning.costs import bytes_of
+from jaxops._lib.planning.traced_once import traced_once
 from jaxops.ops.cached_attention.plan import FEWEST, Tiles
 from jaxops.ops.cached_attention.xla import How
 

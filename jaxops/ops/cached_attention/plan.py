@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxops._lib.device import Device
-from jaxops._lib.plans import AMPERE, BasePlan, Call, Planner, check_fields
-from jaxops._lib.powers import power_of_2
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.plans import AMPERE, BasePlan, Call, Planner, check_fields
 
 PASSES = ("fwd",)
 FEWEST = 16  # rows and columns of a product on tensor cores

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.planning.traced_once import traced_once
 
 Attended = tuple[jax.Array, jax.Array, jax.Array]  # the result and the two caches
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.checks import (
+from jaxops._lib.arrays.checks import (
     FLOATS,
     check_array,
     check_flag,
@@ -16,9 +16,9 @@ from jaxops._lib.checks import (
     float_dtype,
     type_name,
 )
-from jaxops._lib.device import device_of
-from jaxops._lib.fp8 import Quantized
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.numerics.fp8 import Quantized
+from jaxops._lib.planning.device import device_of
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.fp8_matmul.operand import shape_of
 from jaxops.ops.fp8_matmul.plan import Plan, Problem, make_plan
 from jaxops.ops.fp8_matmul.product import Operands, Spec, product

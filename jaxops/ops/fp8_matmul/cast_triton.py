@@ -10,9 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from jaxops._lib import fp8
-from jaxops._lib.gemm_triton import advance
-from jaxops._lib.tile_scheduler_triton import finish_fetch_add, start_fetch_add
+from jaxops._lib.gluon.gemm_triton import advance
+from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
+from jaxops._lib.numerics import fp8
 
 LEAST, MOST, PER_MOST = gl.constexpr(fp8.AMAX_MIN), gl.constexpr(fp8.AMAX_MAX), gl.constexpr(1 / 448)
 # The state, int32 numbers that start as zeros: the next unit, in a line of its own; how many units of each panel are
@@ -138,7 +138,7 @@ def wait_for_casts(casts, row, k, M, K):
 
 @gluon.jit
 def scale_and_factor(amax, POW2: gl.constexpr):
-    """`jaxops._lib.fp8.scale_and_factor` for e4m3 and a bfloat16 amax, equal to the bit."""
+    """`jaxops._lib.numerics.fp8.scale_and_factor` for e4m3 and a bfloat16 amax, equal to the bit."""
     m = gl.minimum(gl.maximum(amax, LEAST), MOST)
     bits = m.to(gl.int32, bitcast=True)
     biased = bits >> 23

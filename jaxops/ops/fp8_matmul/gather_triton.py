@@ -8,8 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from jaxops._lib.gemm_triton import GATHER_ARRIVALS, GATHER_WARPS, advance
-from jaxops._lib.tile_scheduler_triton import finish_fetch_add_of_warps, start_fetch_add_of_warps, write_tile
+from jaxops._lib.gluon.gemm_triton import GATHER_ARRIVALS, GATHER_WARPS, advance
+from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add_of_warps, start_fetch_add_of_warps, write_tile
 from jaxops.ops.fp8_matmul.produce_triton import BK, ROWS, fetch_tile, place_tile
 
 BY_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a row a thread

@@ -20,16 +20,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib import masked_pallas as masked
-from jaxops._lib.costs import bytes_of
-from jaxops._lib.fp8 import BLOCK
-from jaxops._lib.launch_pallas import launch
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_pallas import finds_own, schedule_groups, tile_of, work_of_rows
-from jaxops._lib.sums import steps_of_part, sum_of_parts
-from jaxops._lib.tiling import panel_order, tile_bound
-from jaxops._lib.traced_once import traced_once
-from jaxops._lib.work_list import COLUMNS
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.sums import steps_of_part, sum_of_parts
+from jaxops._lib.numerics.fp8 import BLOCK
+from jaxops._lib.pallas import masked_pallas as masked
+from jaxops._lib.pallas.launch_pallas import launch
+from jaxops._lib.pallas.schedule_pallas import finds_own, schedule_groups, tile_of, work_of_rows
+from jaxops._lib.planning.costs import bytes_of
+from jaxops._lib.planning.traced_once import traced_once
+from jaxops._lib.ragged.tiling import panel_order, tile_bound
+from jaxops._lib.ragged.work_list import COLUMNS
 from jaxops.ops.fp8_matmul.operand import Operand, bytes_of_columns
 from jaxops.ops.fp8_matmul.plan import Tiles
 

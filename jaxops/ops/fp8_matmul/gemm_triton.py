@@ -5,8 +5,8 @@ partial sums, the others keep the tensor core busy. Hopper's tensor core accumul
 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), so unless FAST is set each K step of 128 is added to float32
 accumulators in registers. The scales of 1x128 and 128x128 blocks are loaded with the tiles of their K step.
 
-It has a mainloop of its own: in jaxops._lib.gemm_triton nothing promotes sums, loads scales or splits a tile between
-three consumers, and each of these would be a branch in most of its functions.
+It has a mainloop of its own: in `_lib/gluon/gemm_triton.py` nothing promotes sums, loads scales or splits a tile
+between three consumers, and each of these would be a branch in most of its functions.
 """
 
 import jax
@@ -20,14 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxops._lib.costs import bytes_of
-from jaxops._lib.gemm_triton import advance
-from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_triton import schedule_groups, schedule_rows
-from jaxops._lib.stores_triton import pad_to_16_bytes, result_buffers, store, store_plain, tile_layout
-from jaxops._lib.tile_scheduler_triton import opaque, place_in_panel, read_tile, skip_panels
-from jaxops._lib.tiling import tile_bound
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.gluon.gemm_triton import advance
+from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
+from jaxops._lib.gluon.schedule_triton import schedule_groups, schedule_rows
+from jaxops._lib.gluon.stores_triton import pad_to_16_bytes, result_buffers, store, store_plain, tile_layout
+from jaxops._lib.gluon.tile_scheduler_triton import opaque, place_in_panel, read_tile, skip_panels
+from jaxops._lib.planning.costs import bytes_of
+from jaxops._lib.ragged.tiling import tile_bound
 from jaxops.ops.fp8_matmul.operand import Operand, bytes_of_columns
 from jaxops.ops.fp8_matmul.plan import Tiles
 from jaxops.ops.fp8_matmul.produce_triton import (

@@ -25,11 +25,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from jaxops._lib.device import HOPPER_SHARED_BYTES
-from jaxops._lib.fp8 import BLOCK as BLOCK_SIZE
-from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.stores_triton import pad_to_16_bytes, tile_layout
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
+from jaxops._lib.gluon.stores_triton import pad_to_16_bytes, tile_layout
+from jaxops._lib.numerics.fp8 import BLOCK as BLOCK_SIZE
+from jaxops._lib.planning.device import HOPPER_SHARED_BYTES
 from jaxops.ops.fp8_matmul.cast_triton import PANELS, Casts, cast
 from jaxops.ops.fp8_matmul.gemm_triton import (
     SCALES_LAYOUT,

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.costs import bytes_of
-from jaxops._lib.fp8 import Quantized
+from jaxops._lib.numerics.fp8 import Quantized
+from jaxops._lib.planning.costs import bytes_of
 from jaxops.ops.quantize import dequantize
 
 # A tensor and its transpose have the same scales: a missing layout is a transposed copy of the other one.

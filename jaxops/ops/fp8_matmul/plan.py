@@ -5,11 +5,11 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from jaxops._lib.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gluon
-from jaxops._lib.fp8 import BLOCK
-from jaxops._lib.plans import ADA, BasePlan, Call, Planner, check_fields
-from jaxops._lib.powers import power_of_2
-from jaxops._lib.sums import parts_of_sums
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.arrays.sums import parts_of_sums
+from jaxops._lib.numerics.fp8 import BLOCK
+from jaxops._lib.planning.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gluon
+from jaxops._lib.planning.plans import ADA, BasePlan, Call, Planner, check_fields
 from jaxops.ops.fp8_matmul.recipes import RECIPES
 
 PASSES = ("fwd", "dgrad", "wgrad")

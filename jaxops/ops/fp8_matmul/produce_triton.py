@@ -5,8 +5,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from jaxops._lib.gemm_triton import GATHER_ARRIVALS, advance
-from jaxops._lib.tile_scheduler_triton import finish_fetch_add, opaque, start_fetch_add, swizzle, write_tile
+from jaxops._lib.gluon.gemm_triton import GATHER_ARRIVALS, advance
+from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, opaque, start_fetch_add, swizzle, write_tile
 from jaxops.ops.fp8_matmul.cast_triton import panel_is_cast, wait_for_casts
 
 # One product; row tiles of groups, each group with its own B; one product per group, over the group's part of K.

@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from jaxops._lib.differentiable import differentiable
-from jaxops._lib.fp8 import AMAX_MAX, Quantized, magnitudes
-from jaxops._lib.manual_axes import vary_together
+from jaxops._lib.arrays.differentiable import differentiable
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.numerics.fp8 import AMAX_MAX, Quantized, magnitudes
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
 from jaxops.ops.fp8_matmul.operand import Operand, cols_of, rows_of, shape_of, unquantized
 from jaxops.ops.fp8_matmul.plan import Plan

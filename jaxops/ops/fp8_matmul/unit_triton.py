@@ -23,16 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxops._lib.activations_triton import activate_as_pallas, round_pairs, widen_pairs
-from jaxops._lib.fp8 import BLOCK as BLOCK_SIZE
-from jaxops._lib.gemm_triton import GATHER_WARPS, advance
-from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
-from jaxops._lib.layouts_triton import accumulator
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_triton import schedule_rows
-from jaxops._lib.stores_triton import pad_to_16_bytes, split_columns, store, store_tile, tile_layout
-from jaxops._lib.tile_scheduler_triton import opaque, read_tile
-from jaxops._lib.tiling import tile_bound
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.gluon.activations_triton import activate_as_pallas, round_pairs, widen_pairs
+from jaxops._lib.gluon.gemm_triton import GATHER_WARPS, advance
+from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
+from jaxops._lib.gluon.layouts_triton import accumulator
+from jaxops._lib.gluon.schedule_triton import schedule_rows
+from jaxops._lib.gluon.stores_triton import pad_to_16_bytes, split_columns, store, store_tile, tile_layout
+from jaxops._lib.gluon.tile_scheduler_triton import opaque, read_tile
+from jaxops._lib.numerics.fp8 import BLOCK as BLOCK_SIZE
+from jaxops._lib.ragged.tiling import tile_bound
 from jaxops.ops.fp8_matmul.cast_triton import (
     amax_of,
     infinity_to_nan,

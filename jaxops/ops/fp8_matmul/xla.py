@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.ragged import padded_starts
+from jaxops._lib.ragged.offsets import padded_starts
 from jaxops.ops.fp8_matmul.operand import Operand, dequantize_operand
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad
 

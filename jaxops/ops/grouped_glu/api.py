@@ -10,13 +10,20 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.activations import ACTIVATIONS
-from jaxops._lib.checks import check_choice, check_float, check_groups, check_offsets, check_size, compute_dtype_of
-from jaxops._lib.device import device_of
-from jaxops._lib.differentiable import differentiable, differentiable_as
-from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.precision import named_cast, resolve_precision
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.arrays.checks import (
+    check_choice,
+    check_float,
+    check_groups,
+    check_offsets,
+    check_size,
+    compute_dtype_of,
+)
+from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.precision import named_cast, resolve_precision
+from jaxops._lib.numerics.activations import ACTIVATIONS
+from jaxops._lib.planning.device import device_of
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.grouped_glu.fwd_pallas import fwd_pallas
 from jaxops.ops.grouped_glu.plan import SAVES, FusedTiles, Halves, Plan, Problem, Spec, make_plan
 from jaxops.ops.grouped_glu.unit_pallas import unit_bwd_pallas, unit_fwd_pallas

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxops._lib import masked_pallas as masked
-from jaxops._lib.activations import unit as activated
-from jaxops._lib.grouped_gemm_pallas import sums_over_columns
-from jaxops._lib.launch_pallas import launch
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_pallas import tile_of, work_of_rows
-from jaxops._lib.sums import sum_of_parts
-from jaxops._lib.tiling import panel_order, tile_bound
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.sums import sum_of_parts
+from jaxops._lib.numerics.activations import unit as activated
+from jaxops._lib.pallas import masked_pallas as masked
+from jaxops._lib.pallas.grouped_gemm_pallas import sums_over_columns
+from jaxops._lib.pallas.launch_pallas import launch
+from jaxops._lib.pallas.schedule_pallas import tile_of, work_of_rows
+from jaxops._lib.planning.traced_once import traced_once
+from jaxops._lib.ragged.tiling import panel_order, tile_bound
 from jaxops.ops.grouped_matmul import Tiles
 
 # (refs of the operands, group, rows [height] of x, column tile, how many of the rows count, the number of a part of the

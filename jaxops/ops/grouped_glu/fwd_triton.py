@@ -9,12 +9,12 @@ import jax
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jaxops._lib.activations_triton import activate
-from jaxops._lib.gemm_triton import mainloop
-from jaxops._lib.layouts_triton import accumulator
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.ragged_gemm_triton import Gemm, Result, ragged_gemm
-from jaxops._lib.stores_triton import store
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.gluon.activations_triton import activate
+from jaxops._lib.gluon.gemm_triton import mainloop
+from jaxops._lib.gluon.layouts_triton import accumulator
+from jaxops._lib.gluon.ragged_gemm_triton import Gemm, Result, ragged_gemm
+from jaxops._lib.gluon.stores_triton import store
 
 BM, BF = 128, 128  # rows, and columns of h, of a tile
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.device import Device
-from jaxops._lib.plans import BasePlan, Call, Planner, check_fields
-from jaxops._lib.powers import covering, power_of_2
-from jaxops._lib.sums import parts_of_sums
+from jaxops._lib.arrays.powers import covering, power_of_2
+from jaxops._lib.arrays.sums import parts_of_sums
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.plans import BasePlan, Call, Planner, check_fields
 from jaxops.ops import grouped_matmul
 
 PASSES = ("fwd", "bwd")

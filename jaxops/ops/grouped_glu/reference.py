@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.activations import activate
+from jaxops._lib.numerics.activations import activate
 
 
 def grouped_glu_reference(x, w_gate, w_up, group_offsets, *, activation="silu") -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.activations import unit, unit_gradients
+from jaxops._lib.numerics.activations import unit, unit_gradients
 from jaxops.ops.grouped_glu.plan import Halves, Spec
 
 

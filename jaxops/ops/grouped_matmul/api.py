@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.checks import (
+from jaxops._lib.arrays.checks import (
     check_flag,
     check_float,
     check_groups,
@@ -16,10 +16,10 @@ from jaxops._lib.checks import (
     float_dtype,
     type_name,
 )
-from jaxops._lib.device import Device, device_of
-from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.precision import resolve_precision
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.precision import resolve_precision
+from jaxops._lib.planning.device import Device, device_of
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.grouped_matmul.modalities import make_plans, shapes_of
 from jaxops.ops.grouped_matmul.plan import Plan, Problem, make_plan
 from jaxops.ops.grouped_matmul.product import Spec, matmul, wgrad

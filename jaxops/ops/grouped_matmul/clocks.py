@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._lib.device import LINE_BYTES, SECTOR_BYTES, Device
+from jaxops._lib.planning.device import LINE_BYTES, SECTOR_BYTES, Device
 from jaxops.ops.grouped_matmul.long_sums import Sums
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.grouped_gemm_pallas import sums_over_columns
-from jaxops._lib.launch_pallas import launch
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_pallas import finds_own, schedule_rows, tile_in_list, tile_of, work_of_rows
-from jaxops._lib.tiling import panel_order, tile_bound
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.pallas.grouped_gemm_pallas import sums_over_columns
+from jaxops._lib.pallas.launch_pallas import launch
+from jaxops._lib.pallas.schedule_pallas import finds_own, schedule_rows, tile_in_list, tile_of, work_of_rows
+from jaxops._lib.planning.traced_once import traced_once
+from jaxops._lib.ragged.tiling import panel_order, tile_bound
 from jaxops.ops.grouped_matmul.modalities import Part, cost_of, shapes_of
 from jaxops.ops.grouped_matmul.plan import Tiles
 

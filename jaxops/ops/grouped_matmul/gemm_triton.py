@@ -7,14 +7,14 @@ import jax
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jaxops._lib.gemm_triton import CONTRACTION, ROWS, mainloop
-from jaxops._lib.layouts_triton import accumulator
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.ragged_gemm_triton import Gemm, Result, ragged_gemm
-from jaxops._lib.split_sums_triton import add_parts, is_first_part, number_of_tile
-from jaxops._lib.stores_triton import pointers_to_tile, store_columns
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.gluon.gemm_triton import CONTRACTION, ROWS, mainloop
+from jaxops._lib.gluon.layouts_triton import accumulator
+from jaxops._lib.gluon.ragged_gemm_triton import Gemm, Result, ragged_gemm
+from jaxops._lib.gluon.stores_triton import pointers_to_tile, store_columns
 from jaxops.ops.grouped_matmul.modalities import Part, Shapes, cost_of, first_groups, shapes_of
 from jaxops.ops.grouped_matmul.plan import Tiles
+from jaxops.ops.grouped_matmul.split_sums_triton import add_parts, is_first_part, number_of_tile
 
 
 @gluon.jit

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.checks import FLOATS, check_array, check_dtype, check_size
-from jaxops._lib.device import device_of
-from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.precision import kernels_have
+from jaxops._lib.arrays.checks import FLOATS, check_array, check_dtype, check_size
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.precision import kernels_have
+from jaxops._lib.planning.device import device_of
 from jaxops.ops.grouped_matmul.api import grouped_matmul
 from jaxops.ops.grouped_matmul.plan import Plan, Problem, make_plan
 from jaxops.ops.grouped_matmul.product import Spec, matmul

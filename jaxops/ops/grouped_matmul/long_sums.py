@@ -7,7 +7,7 @@ little, so `choose_split` weighs both: sums of less than two parts' rows stay wh
 
 import dataclasses
 
-from jaxops._lib.work_list import STEP_ROWS, least_rows_of_part
+from jaxops._lib.ragged.work_list import STEP_ROWS, least_rows_of_part
 
 _TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 _MOST_BYTES = 128 << 20  # of all parts in float32

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxops._lib.costs import bytes_of
-from jaxops._lib.device import Device
+from jaxops._lib.planning.costs import bytes_of
+from jaxops._lib.planning.device import Device
 from jaxops.ops.grouped_matmul.plan import PASSES, PLANNER, Plan, Problem, Tiles, make_plan
 
 Shapes = tuple[tuple[int, int, int], ...]  # of each modality's weights: groups, rows, columns

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxops._lib.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gluon
-from jaxops._lib.plans import BasePlan, Call, Planner, check_fields
-from jaxops._lib.powers import power_of_2
-from jaxops._lib.work_list import MOST_PARTS
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.planning.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gluon
+from jaxops._lib.planning.plans import BasePlan, Call, Planner, check_fields
+from jaxops._lib.ragged.work_list import MOST_PARTS
 from jaxops.ops.grouped_matmul.clocks import (
     clocks,
     has_thin_tile,

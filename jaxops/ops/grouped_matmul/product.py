@@ -11,9 +11,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.differentiable import differentiable
-from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.precision import named_cast, resolve_precision
+from jaxops._lib.arrays.differentiable import differentiable
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.precision import named_cast, resolve_precision
 from jaxops.ops.grouped_matmul.fwd_pallas import fwd_pallas
 from jaxops.ops.grouped_matmul.modalities import Shapes, launches, shapes_of
 from jaxops.ops.grouped_matmul.plan import Plan, Tiles

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.ragged import runs
+from jaxops._lib.ragged.offsets import runs
 
 
 def _rows_of_groups(offsets: jax.Array, M: int) -> jax.Array:

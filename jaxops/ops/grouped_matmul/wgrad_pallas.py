@@ -9,13 +9,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.grouped_gemm_pallas import sum_over_rows
-from jaxops._lib.launch_pallas import launch
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_pallas import schedule_groups
-from jaxops._lib.tiling import panel_order
-from jaxops._lib.traced_once import traced_once
-from jaxops._lib.work_list import COLUMNS
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.pallas.grouped_gemm_pallas import sum_over_rows
+from jaxops._lib.pallas.launch_pallas import launch
+from jaxops._lib.pallas.schedule_pallas import schedule_groups
+from jaxops._lib.planning.traced_once import traced_once
+from jaxops._lib.ragged.tiling import panel_order
+from jaxops._lib.ragged.work_list import COLUMNS
 from jaxops.ops.grouped_matmul.modalities import Part, Shapes, cost_of, first_groups
 from jaxops.ops.grouped_matmul.plan import Tiles
 

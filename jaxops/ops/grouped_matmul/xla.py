@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.powers import power_of_2
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.planning.traced_once import traced_once
 from jaxops.ops.grouped_matmul.modalities import Shapes, parts_of, shapes_of
 
 _SYMBOLIC = 128  # rows of a tile if M is symbolic (jax.export); arrays are padded by as many, so that a tile fits

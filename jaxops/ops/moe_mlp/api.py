@@ -10,8 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.activations import ACTIVATIONS
-from jaxops._lib.checks import (
+from jaxops._lib.arrays.checks import (
     check_choice,
     check_flag,
     check_float,
@@ -20,12 +19,13 @@ from jaxops._lib.checks import (
     float_dtype,
     type_name,
 )
-from jaxops._lib.device import device_of
-from jaxops._lib.differentiable import differentiable, differentiable_as
-from jaxops._lib.fp8 import Quantized
-from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.precision import named_cast, resolve_precision
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.precision import named_cast, resolve_precision
+from jaxops._lib.numerics.activations import ACTIVATIONS
+from jaxops._lib.numerics.fp8 import Quantized
+from jaxops._lib.planning.device import device_of
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.fp8_matmul import check_grouped_recipe, shape_of
 from jaxops.ops.grouped_glu import SAVES, glu_of_rows
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad

@@ -14,12 +14,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from jaxops._lib.activations_triton import activate_and_slope
-from jaxops._lib.gemm_triton import mainloop
-from jaxops._lib.layouts_triton import accumulator
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.ragged_gemm_triton import Gemm, Result, ragged_gemm
-from jaxops._lib.stores_triton import split_columns, store_tile, store_window, window
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.gluon.activations_triton import activate_and_slope
+from jaxops._lib.gluon.gemm_triton import mainloop
+from jaxops._lib.gluon.layouts_triton import accumulator
+from jaxops._lib.gluon.ragged_gemm_triton import Gemm, Result, ragged_gemm
+from jaxops._lib.gluon.stores_triton import split_columns, store_tile, store_window, window
 
 BM = gl.constexpr(128)  # rows and columns of a tile
 PIECE = gl.constexpr(64)  # columns that are loaded, activated and stored at a time

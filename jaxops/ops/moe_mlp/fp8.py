@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.differentiable import differentiable
-from jaxops._lib.fp8 import Quantized, magnitudes
-from jaxops._lib.precision import named_cast
+from jaxops._lib.arrays.differentiable import differentiable
+from jaxops._lib.arrays.precision import named_cast
+from jaxops._lib.numerics.fp8 import Quantized, magnitudes
 from jaxops.ops import fp8_matmul
 from jaxops.ops.fp8_matmul import (
     Format,

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, Literal
 
-from jaxops._lib.device import Device, runs_gluon
-from jaxops._lib.fp8 import BLOCK
-from jaxops._lib.plans import ADA, AMPERE, BasePlan, Call, Planner
+from jaxops._lib.numerics.fp8 import BLOCK
+from jaxops._lib.planning.device import Device, runs_gluon
+from jaxops._lib.planning.plans import ADA, AMPERE, BasePlan, Call, Planner
 from jaxops.ops import fp8_matmul, grouped_glu, grouped_matmul, permute
 
 TileOrder = grouped_glu.TileOrder

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxops._lib.differentiable import differentiable
-from jaxops._lib.fp8 import Quantized
+from jaxops._lib.arrays.differentiable import differentiable
+from jaxops._lib.numerics.fp8 import Quantized
 from jaxops.ops.fp8_matmul import cols_of, fp8_grouped_matmul
 from jaxops.ops.moe_mlp.fp8 import Spec
 from jaxops.ops.moe_mlp.stored_pallas import unit_of_stored

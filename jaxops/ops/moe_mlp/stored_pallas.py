@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.planning.traced_once import traced_once
 from jaxops.ops.fp8_matmul import Operand, Side, Tiles, part_of_steps, sums_of_rows, unquantized
 from jaxops.ops.grouped_glu import Unit, launch_unit
 

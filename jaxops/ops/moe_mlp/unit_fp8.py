@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import jax
 
-from jaxops._lib.activations import activate_and_slope, quick_sigmoid
-from jaxops._lib.fp8 import Quantized
+from jaxops._lib.numerics.activations import activate_and_slope, quick_sigmoid
+from jaxops._lib.numerics.fp8 import Quantized
 from jaxops.ops.fp8_matmul import Recipe
 from jaxops.ops.quantize import Computed, Halves, Output, Tiles, quantize_computed
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.activations import activate, unit_gradients
+from jaxops._lib.numerics.activations import activate, unit_gradients
 from jaxops.ops.route import Routing, choices_with_row, rows_in_groups
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import (
+from jaxops._lib.arrays.checks import (
     check_array,
     check_flag,
     check_float,
@@ -17,12 +17,12 @@ from jaxops._lib.checks import (
     check_offsets,
     check_size,
 )
-from jaxops._lib.device import device_of
-from jaxops._lib.differentiable import differentiable, differentiable_as
-from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.precision import resolve_precision
-from jaxops._lib.residual_names import named
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.precision import resolve_precision
+from jaxops._lib.arrays.residual_names import named
+from jaxops._lib.planning.device import device_of
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.packed_attention.cudnn import attend_cudnn
 from jaxops.ops.packed_attention.dkv_pallas import dkv_pallas
 from jaxops.ops.packed_attention.dq_pallas import dq_pallas

@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.masked_pallas import load, store
-from jaxops._lib.powers import power_of_2
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.pallas.masked_pallas import load, store
 
 LOG2_E = 1.4426950408889634  # the GPU has 2 ** x, not e ** x
 NONE = float(jnp.finfo(jnp.float32).min)  # the largest score before the first one: with -inf, rows without keys are NaN

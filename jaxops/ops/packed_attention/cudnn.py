@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.device import Device
-from jaxops._lib.plans import AMPERE
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.plans import AMPERE
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _NAMES = ("MaskType", "dot_product_attention")

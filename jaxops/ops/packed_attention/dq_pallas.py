@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.launch_pallas import launch_named
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.pallas.launch_pallas import launch_named
+from jaxops._lib.planning.traced_once import traced_once
 from jaxops.ops.packed_attention.blocks_pallas import (
     LOG2_E,
     Queries,

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.device import Device
-from jaxops._lib.plans import AMPERE, BasePlan, Call, Planner, check_fields
-from jaxops._lib.powers import power_of_2
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.plans import AMPERE, BasePlan, Call, Planner, check_fields
 from jaxops.ops.packed_attention.cudnn import cudnn_cannot
 
 PASSES = ("fwd", "dq", "dkv")

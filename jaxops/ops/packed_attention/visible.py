@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.ragged import clip_bounds
+from jaxops._lib.ragged.offsets import clip_bounds
 
 _FEW = 1024  # offsets that all rows are compared with at once; a search in more is a loop
 

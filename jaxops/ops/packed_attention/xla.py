@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.manual_axes import vary_together
+from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Way
 
 # Instead of a masked score: with -inf, a row without keys and its gradients are NaN.

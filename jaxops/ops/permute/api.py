@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import check_array, check_float, check_offsets, check_size, float_dtype, type_name
-from jaxops._lib.device import device_of
-from jaxops._lib.differentiable import differentiable
-from jaxops._lib.fp8 import Quantized
-from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.arrays.checks import check_array, check_float, check_offsets, check_size, float_dtype, type_name
+from jaxops._lib.arrays.differentiable import differentiable
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.numerics.fp8 import Quantized
+from jaxops._lib.planning.device import device_of
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.permute.kernels_pallas import combine_bwd_pallas, combine_pallas, permute_pallas
 from jaxops.ops.permute.plan import Plan, Problem, make_plan
 from jaxops.ops.permute.xla import combine_bwd_xla, combine_xla, permute_xla

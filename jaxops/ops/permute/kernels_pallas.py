@@ -15,11 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.launch_pallas import launch
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.powers import power_of_2
-from jaxops._lib.ragged import clip_bounds
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.pallas.launch_pallas import launch
+from jaxops._lib.planning.traced_once import traced_once
+from jaxops._lib.ragged.offsets import clip_bounds
 from jaxops.ops.permute.plan import Tiles
 from jaxops.ops.route import Routing
 

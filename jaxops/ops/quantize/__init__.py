@@ -1,6 +1,6 @@
 """FP8 with scales: one pass over a tensor writes the layouts for products over its columns and over its rows."""
 
-from jaxops._lib.fp8 import Quantized
+from jaxops._lib.numerics.fp8 import Quantized
 from jaxops.ops.quantize.api import dequantize, quantize, quantize_beside, quantize_gathered, quantize_measured
 from jaxops.ops.quantize.computed import quantize_computed
 from jaxops.ops.quantize.outputs import Computed, Halves, Output

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.checks import (
+from jaxops._lib.arrays.checks import (
     check_array,
     check_choice,
     check_dtype,
@@ -17,11 +17,11 @@ from jaxops._lib.checks import (
     float_dtype,
     type_name,
 )
-from jaxops._lib.device import device_of
-from jaxops._lib.differentiable import differentiable
-from jaxops._lib.fp8 import AMAX_MAX, FP8, SCALINGS, Quantized, scale_and_factor
-from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.arrays.differentiable import differentiable
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.numerics.fp8 import AMAX_MAX, FP8, SCALINGS, Quantized, scale_and_factor
+from jaxops._lib.planning.device import device_of
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.quantize.cast_pallas import cast_pallas, line_amax_pallas
 from jaxops.ops.quantize.plan import LAYOUTS, Arrays, Plan, Problem, Spec, make_plan
 from jaxops.ops.quantize.xla import cast_xla, dequantize_xla, tensor_amax

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.costs import bytes_of
-from jaxops._lib.fp8 import (
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.numerics.fp8 import (
     BLOCK,
     cast_saturating,
     cast_stochastic,
@@ -19,14 +20,13 @@ from jaxops._lib.fp8 import (
     random_bits,
     scale_and_factor,
 )
-from jaxops._lib.launch_pallas import launch_named
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.masked_pallas import both, load, store
-from jaxops._lib.powers import power_of_2
-from jaxops._lib.ragged import padded_rows
-from jaxops._lib.schedule_pallas import schedule_rows
-from jaxops._lib.tiling import tile_bound
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.pallas.launch_pallas import launch_named
+from jaxops._lib.pallas.masked_pallas import both, load, store
+from jaxops._lib.pallas.schedule_pallas import schedule_rows
+from jaxops._lib.planning.costs import bytes_of
+from jaxops._lib.planning.traced_once import traced_once
+from jaxops._lib.ragged.offsets import padded_rows
+from jaxops._lib.ragged.tiling import tile_bound
 from jaxops.ops.quantize.plan import Arrays, Spec, Tiles
 from jaxops.ops.quantize.tile_pallas import (
     BLOCKS,

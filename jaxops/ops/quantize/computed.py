@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.device import device_of
-from jaxops._lib.differentiable import differentiable
-from jaxops._lib.fp8 import Quantized, magnitudes
-from jaxops._lib.manual_axes import vary_together
+from jaxops._lib.arrays.differentiable import differentiable
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.numerics.fp8 import Quantized, magnitudes
+from jaxops._lib.planning.device import device_of
 from jaxops.ops.quantize.api import quantize
 from jaxops.ops.quantize.computed_pallas import Operands, computed_amax_pallas, computed_cast_pallas, size_of
 from jaxops.ops.quantize.outputs import Computation, Computed, Halves, Output, amax_tiles, cast_tiles

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxops._lib.costs import bytes_of
-from jaxops._lib.fp8 import (
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.numerics.fp8 import (
     BLOCK,
     Quantized,
     cast_saturating,
@@ -18,14 +18,14 @@ from jaxops._lib.fp8 import (
     nan_to_zero,
     scale_and_factor,
 )
-from jaxops._lib.instructions import widened
-from jaxops._lib.launch_pallas import launch_named
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.masked_pallas import both, load, store
-from jaxops._lib.ragged import padded_rows
-from jaxops._lib.schedule_pallas import schedule_rows
-from jaxops._lib.tiling import panel_order, tile_bound
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.numerics.instructions import widened
+from jaxops._lib.pallas.launch_pallas import launch_named
+from jaxops._lib.pallas.masked_pallas import both, load, store
+from jaxops._lib.pallas.schedule_pallas import schedule_rows
+from jaxops._lib.planning.costs import bytes_of
+from jaxops._lib.planning.traced_once import traced_once
+from jaxops._lib.ragged.offsets import padded_rows
+from jaxops._lib.ragged.tiling import panel_order, tile_bound
 from jaxops.ops.quantize.outputs import Computation, Computed, Halves, Output
 from jaxops.ops.quantize.plan import Tiles
 from jaxops.ops.quantize.tile_pallas import (

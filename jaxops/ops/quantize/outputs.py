@@ -6,9 +6,9 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from jaxops._lib.checks import check_choice, check_dtype
-from jaxops._lib.fp8 import BLOCK, FP8, Quantized
-from jaxops._lib.powers import power_of_2
+from jaxops._lib.arrays.checks import check_choice, check_dtype
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.numerics.fp8 import BLOCK, FP8, Quantized
 from jaxops.ops.quantize.plan import LAYOUTS, WHOLE_ROW, Tiles
 
 _WIDTHS = (512, 256)  # columns of a tile without a column layout, where they divide a row

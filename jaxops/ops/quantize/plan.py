@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxops._lib.device import Device
-from jaxops._lib.fp8 import BLOCK
-from jaxops._lib.plans import ADA, BasePlan, Call, Planner, check_fields
-from jaxops._lib.powers import power_of_2
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.numerics.fp8 import BLOCK
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.plans import ADA, BasePlan, Call, Planner, check_fields
 
 PASSES = ("cast", "amax")
 LAYOUTS = ("row", "col", "both")
@@ -57,7 +57,7 @@ class Spec:
     """What is static in a call, beside shapes and dtypes.
 
     Attributes:
-      scaling: one of `jaxops._lib.fp8.SCALINGS`.
+      scaling: one of `jaxops._lib.numerics.fp8.SCALINGS`.
       fp8: name of the values' dtype.
       layouts: "row", "col" or "both".
       pow2: scales are powers of two.

@@ -5,7 +5,7 @@ For tests.
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.fp8 import AMAX_MAX, AMAX_MIN, BLOCK
+from jaxops._lib.numerics.fp8 import AMAX_MAX, AMAX_MIN, BLOCK
 
 
 def quantize_reference(x: jax.Array, scaling: str, dtype) -> tuple[jax.Array, jax.Array]:

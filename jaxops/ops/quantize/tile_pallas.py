@@ -9,10 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.fp8 import BLOCK, magnitudes
-from jaxops._lib.masked_pallas import both
-from jaxops._lib.tiling import panel_order
-from jaxops._lib.work_list import COLUMNS as SCHEDULED
+from jaxops._lib.numerics.fp8 import BLOCK, magnitudes
+from jaxops._lib.pallas.masked_pallas import both
+from jaxops._lib.ragged.tiling import panel_order
+from jaxops._lib.ragged.work_list import COLUMNS as SCHEDULED
 from jaxops.ops.quantize.plan import Tiles
 
 # Names of axes, see `Grid`: of rows, and of columns in the order in which a reduction is cheapest.

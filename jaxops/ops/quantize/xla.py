@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.fp8 import (
+from jaxops._lib.numerics.fp8 import (
     AMAX_MAX,
     BLOCK,
     Quantized,
@@ -18,8 +18,8 @@ from jaxops._lib.fp8 import (
     random_bits,
     scale_and_factor,
 )
-from jaxops._lib.ragged import group_of_rows, padded_rows, padded_starts
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.planning.traced_once import traced_once
+from jaxops._lib.ragged.offsets import group_of_rows, padded_rows, padded_starts
 from jaxops.ops.quantize.plan import Arrays, Spec
 
 _FEW = 1024  # rows; each program of the cast reads as many parts

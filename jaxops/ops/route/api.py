@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import check_array, check_choice, check_flag, check_float, check_integer, check_number
-from jaxops._lib.device import device_of
-from jaxops._lib.differentiable import differentiable, differentiable_as
-from jaxops._lib.manual_axes import vary_together
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.arrays.checks import check_array, check_choice, check_flag, check_float, check_integer, check_number
+from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.planning.device import device_of
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.route.bwd_pallas import backward_pallas
 from jaxops.ops.route.fwd_pallas import forward_pallas
 from jaxops.ops.route.plan import SCORES, Plan, Problem, Spec, make_plan

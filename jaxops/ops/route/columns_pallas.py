@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.powers import power_of_2
+from jaxops._lib.arrays.powers import power_of_2
 from jaxops.ops.route.plan import TINY, Spec, Tiles
 from jaxops.ops.route.scores import summable
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.checks import check_choice
-from jaxops._lib.costs import Cost, takes
-from jaxops._lib.device import device_of
-from jaxops._lib.differentiable import differentiable, differentiable_as
-from jaxops._lib.manual_axes import vary_together
+from jaxops._lib.arrays.checks import check_choice
+from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.planning.costs import Cost, takes
+from jaxops._lib.planning.device import device_of
 from jaxops.ops.route.logits_pallas import logits_pallas
 
 _MAX_LENGTH = 4096  # of a sum on tensor cores, which truncate instead of rounding: longer sums are split

@@ -6,11 +6,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.launch_pallas import launch
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.powers import power_of_2
-from jaxops._lib.sums import steps_of_part, sum_of_parts
-from jaxops._lib.traced_once import traced_once
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.arrays.sums import steps_of_part, sum_of_parts
+from jaxops._lib.pallas.launch_pallas import launch
+from jaxops._lib.planning.traced_once import traced_once
 
 # Reading the kernel takes nearly all of the time, and one program's loads are too few for it: sums over D are split. A
 # program has 32 experts, which are whole lines of memory, of 128 rows, and so 32 numbers a thread in flight.

@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from jaxops._lib.device import Device
-from jaxops._lib.plans import BasePlan, Planner, check_fields
-from jaxops._lib.powers import power_of_2
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.plans import BasePlan, Planner, check_fields
 
 PASSES = ("fwd", "bwd")
 SCORES = ("softmax", "sigmoid")

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.pytrees import register
-from jaxops._lib.ragged import clip_bounds
+from jaxops._lib.arrays.pytrees import register
+from jaxops._lib.ragged.offsets import clip_bounds
 
 
 @register

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.fp8 import FP8
+from jaxops._lib.numerics.fp8 import FP8
 from jaxops.ops.adaln import Plan
 from tests.arrays import put
 from tests.compare import assert_close

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.fp8 import BLOCK, Quantized
+from jaxops._lib.numerics.fp8 import BLOCK, Quantized
 from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
 from tests.compare import assert_close
 from tests.ops.adaln.cases import KERNELS, RUNS, Variant, make_case

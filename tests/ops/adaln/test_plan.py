@@ -9,8 +9,8 @@ import jax
 import pytest
 
 import jaxops
-from jaxops._lib.device import Device
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops import adaln
 from jaxops.ops.adaln import Plan, Problem, Tiles, candidates
 from jaxops.ops.adaln.plan import PASSES, PLANNER, heuristic

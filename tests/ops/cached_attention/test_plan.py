@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops import cached_attention
 from jaxops.ops.cached_attention import Plan, Problem, Tiles, candidates
 from jaxops.ops.cached_attention.plan import heuristic, shared_bytes

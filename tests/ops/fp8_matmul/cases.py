@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.device import current_device, runs_gluon
+from jaxops._lib.planning.device import current_device, runs_gluon
 from jaxops.ops.fp8_matmul import RECIPES, Format, Plan, Tiles
 from jaxops.ops.fp8_matmul.operand import Operand
 from tests.arrays import put
@@ -59,7 +59,7 @@ def kind_of(run: str, dtype: str) -> dict:
 
 
 def scale_and_factor(amax: np.ndarray, dtype: str, pow2: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(scale, factor) of jaxops._lib.fp8, written down a second time."""
+    """(scale, factor) of jaxops._lib.numerics.fp8, written down a second time."""
     most = MOST[dtype]
     m = np.clip(np.asarray(amax, np.float32), np.float32(2.0**-92), np.float32(2.0**128 - 2.0**120))
     m = ((m.view(np.int32) + 0xFFFF) & ~0xFFFF).view(np.float32)

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxops._lib.ragged import padded_rows
+from jaxops._lib.ragged.offsets import padded_rows
 from jaxops.ops.fp8_matmul import Problem, Tiles, make_plan
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
 from jaxops.ops.fp8_matmul.operand import Operand, dequantize_operand
@@ -43,7 +43,7 @@ def _multiply(a, b, offsets, run, length, out_dtype, fast, tiles):
     if run == "xla":
         return multiply_xla(a, b, offsets, **how)
     if run == "triton":
-        from jaxops._lib.device import current_device
+        from jaxops._lib.planning.device import current_device
         from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton
 
         recipe = {"tensorwise": "tensorwise", "rowwise": "rowwise"}.get(a.scaling, "blockwise")

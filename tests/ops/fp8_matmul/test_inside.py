@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib import device as device_facts
-from jaxops._lib.device import Device
+from jaxops._lib.planning import device as device_facts
+from jaxops._lib.planning.device import Device
 from jaxops.ops.fp8_matmul import Plan, Problem, Tiles, make_plan
 from jaxops.ops.fp8_matmul.operand import cols_of
 from tests.arrays import put

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops.fp8_matmul import RECIPES, Tiles
 from jaxops.ops.fp8_matmul.inside_triton import multiply_inside
 from tests.gluon import check, compiled

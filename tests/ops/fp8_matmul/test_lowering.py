@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import jaxops
-from jaxops._lib.device import Device
-from jaxops._lib.ragged import padded_rows
+from jaxops._lib.planning.device import Device
+from jaxops._lib.ragged.offsets import padded_rows
 from jaxops.ops.fp8_matmul import Plan, Problem, Tiles, candidates, make_plan
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
 from jaxops.ops.fp8_matmul.plan import PASSES

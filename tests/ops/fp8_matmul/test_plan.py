@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import jaxops
-from jaxops._lib import device as device_facts
-from jaxops._lib.device import Device, current_device
+from jaxops._lib.planning import device as device_facts
+from jaxops._lib.planning.device import Device, current_device
 from jaxops.ops import fp8_matmul
 from jaxops.ops.fp8_matmul import RECIPES, Plan, Problem, Tiles, candidates
 from jaxops.ops.fp8_matmul.plan import PASSES, heuristic

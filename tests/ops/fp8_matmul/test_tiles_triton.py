@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
-from jaxops._lib import tile_scheduler_triton
-from jaxops._lib.gemm_triton import advance
+from jaxops._lib.gluon import tile_scheduler_triton
+from jaxops._lib.gluon.gemm_triton import advance
 from jaxops.ops.fp8_matmul import produce_triton
 from jaxops.ops.fp8_matmul.plan import HOPPER_TILES
 

@@ -17,9 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import jaxops
-from jaxops._lib import launch_triton
-from jaxops._lib.device import Device
-from jaxops._lib.ragged import padded_rows
+from jaxops._lib.gluon import launch_triton
+from jaxops._lib.planning.device import Device
+from jaxops._lib.ragged.offsets import padded_rows
 from jaxops.ops.fp8_matmul import RECIPES, Plan, Problem, Tiles, candidates
 from jaxops.ops.fp8_matmul.gemm_triton import BLOCK, multiply_triton, scales_of
 from jaxops.ops.fp8_matmul.operand import Operand

@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
-from jaxops._lib.activations import ACTIVATIONS
-from jaxops._lib.device import current_device
+from jaxops._lib.numerics.activations import ACTIVATIONS
+from jaxops._lib.planning.device import current_device
 from jaxops.ops.fp8_matmul import RECIPES, Tiles
 from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton
 from jaxops.ops.fp8_matmul.operand import Operand

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops.fp8_matmul import Problem, make_plan
 from tests.compare import assert_close
 from tests.ops.fp8_matmul.cases import RUNS, Case, make_case, quantized_w, y_and_dx

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import jaxops
-from jaxops._lib.device import Device, gluon_missing
+from jaxops._lib.planning.device import Device, gluon_missing
 from jaxops.ops import grouped_glu, grouped_matmul
 from jaxops.ops.grouped_glu import FusedTiles, Plan, Problem, Tiles, candidates
 from jaxops.ops.grouped_glu.plan import PASSES, heuristic

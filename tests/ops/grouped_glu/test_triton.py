@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
-from jaxops._lib.activations import ACTIVATIONS
-from jaxops._lib.device import Device
+from jaxops._lib.numerics.activations import ACTIVATIONS
+from jaxops._lib.planning.device import Device
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_glu import FusedTiles, Plan, Problem, make_plan
 from jaxops.ops.grouped_glu.fwd_triton import fwd_triton

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.activations import ACTIVATIONS, unit_gradients
-from jaxops._lib.device import current_device
+from jaxops._lib.numerics.activations import ACTIVATIONS, unit_gradients
+from jaxops._lib.planning.device import current_device
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_glu import Problem, glu_of_rows, make_plan
 from jaxops.ops.grouped_glu.api import _unit_gradients, unit_forward

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.device import current_device
+from jaxops._lib.planning.device import current_device
 from jaxops.ops.grouped_matmul import Plan, Tiles, grouped_matmul_sum
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from tests.arrays import put

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxops._lib import device as device_facts
+from jaxops._lib.planning import device as device_facts
 
 
 @pytest.fixture

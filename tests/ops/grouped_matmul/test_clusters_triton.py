@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, grouped_matmul_sum, make_plan
 from jaxops.ops.grouped_matmul.plan import CLUSTER_TILE
 from tests.compare import assert_close

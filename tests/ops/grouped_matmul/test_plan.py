@@ -10,9 +10,9 @@ import jax
 import pytest
 
 import jaxops
-from jaxops._lib import device as device_facts
-from jaxops._lib.device import Device
-from jaxops._lib.tuned import tuned_rows
+from jaxops._lib.planning import device as device_facts
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates
 from jaxops.ops.grouped_matmul.plan import CLUSTER_TILE, HOPPER_TILES, PASSES, PLANNER, heuristic, hopper_can

@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import jaxops
-from jaxops._lib.checks import FLOATS
-from jaxops._lib.precision import kernels_have, resolve_precision
+from jaxops._lib.arrays.checks import FLOATS
+from jaxops._lib.arrays.precision import kernels_have, resolve_precision
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.grouped_matmul.cases import RUNS, plan_of

@@ -6,8 +6,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jaxops._lib.device import Device
-from jaxops._lib.work_list import least_rows_of_part
+from jaxops._lib.planning.device import Device
+from jaxops._lib.ragged.work_list import least_rows_of_part
 from jaxops.ops.grouped_matmul import Problem, make_plan
 from jaxops.ops.grouped_matmul.plan import heuristic
 

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
-from jaxops._lib.device import Device
-from jaxops._lib.launch_triton import row_windows
+from jaxops._lib.gluon.launch_triton import row_windows
+from jaxops._lib.planning.device import Device
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, grouped_matmul_sum
 from jaxops.ops.grouped_matmul.gemm_triton import fwd_triton, wgrad_triton
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxops._lib import device as device_facts
-from jaxops._lib.device import Device
+from jaxops._lib.planning import device as device_facts
+from jaxops._lib.planning.device import Device
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, make_plan, make_plans
 from jaxops.ops.grouped_matmul.modalities import Part, launches, parts_of
 from jaxops.ops.grouped_matmul.plan import PASSES

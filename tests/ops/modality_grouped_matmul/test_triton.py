@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
-from jaxops._lib import tile_scheduler_triton
+from jaxops._lib.gluon import tile_scheduler_triton
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.gemm_triton import wgrad_triton
 from jaxops.ops.grouped_matmul.modalities import parts_of

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.activations import activate
+from jaxops._lib.numerics.activations import activate
 from jaxops.ops import fp8_matmul, moe_mlp, permute
 from jaxops.ops.moe_mlp.xla import weights_of_rows
 from tests.ops.moe_mlp.cases import NAMES, SHARD, Variant, check_zeros, clean, make_case, want_of

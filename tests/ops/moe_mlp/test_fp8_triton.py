@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops import fp8_matmul
 from jaxops.ops.moe_mlp import Plan, Problem, make_plan
 from tests._lib.test_costs import gradients, triton_costs

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxops
-from jaxops._lib.device import Device, gluon_missing
+from jaxops._lib.planning.device import Device, gluon_missing
 from jaxops.ops import grouped_glu, grouped_matmul, moe_mlp, permute
 from jaxops.ops.moe_mlp import Plan, Problem, TileOrder
 from tests.hopper import lower_for_h200

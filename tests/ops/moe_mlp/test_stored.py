@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops import fp8_matmul, moe_mlp, permute
 from jaxops.ops.moe_mlp import Plan, Problem
 from tests.arrays import put

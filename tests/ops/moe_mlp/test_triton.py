@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
-from jaxops._lib.activations import ACTIVATIONS
-from jaxops._lib.device import Device
+from jaxops._lib.numerics.activations import ACTIVATIONS
+from jaxops._lib.planning.device import Device
 from jaxops.ops import grouped_glu, grouped_matmul
 from jaxops.ops.moe_mlp import Plan, Problem, TileOrder, make_plan
 from jaxops.ops.moe_mlp.bwd_triton import bwd_triton

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.activations import ACTIVATIONS
+from jaxops._lib.numerics.activations import ACTIVATIONS
 from jaxops.ops.moe_mlp.xla import weights_of_rows
 from tests.arrays import put
 from tests.compare import assert_close

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops.packed_attention import Plan, Tiles
 
 H200 = Device("NVIDIA H200", "gpu")

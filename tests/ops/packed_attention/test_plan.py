@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxops
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops import packed_attention
 from jaxops.ops.packed_attention import Plan, Problem, Tiles, candidates
 from jaxops.ops.packed_attention.plan import PASSES, heuristic, shared_bytes

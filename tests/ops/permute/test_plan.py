@@ -9,7 +9,7 @@ import pytest
 
 import jaxops
 from jaxops import Routing
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops import permute
 from jaxops.ops.permute import Plan, Problem, Tiles, candidates
 from jaxops.ops.permute.plan import PASSES, heuristic

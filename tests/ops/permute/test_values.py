@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.device import device_of
+from jaxops._lib.planning.device import device_of
 from jaxops.ops.permute import Problem, Tiles, make_plan, permute_quantized, permute_within_groups
 from tests.arrays import put
 from tests.compare import assert_close

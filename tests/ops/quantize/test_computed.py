@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxops._lib.ragged import padded_rows
+from jaxops._lib.ragged.offsets import padded_rows
 from jaxops.ops.quantize import Halves, Output, Tiles, quantize_computed
 from tests.compare import assert_close
 from tests.hopper import lower_for_h200

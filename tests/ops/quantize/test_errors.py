@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops.quantize import Plan, Problem, Tiles, make_plan
 
 M, K = 6, 10

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import jaxops
 import jaxops.tuning
-from jaxops._lib.device import Device
-from jaxops._lib.tuned import read_rows, tuned_rows
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.tuned import read_rows, tuned_rows
 from jaxops.ops import quantize
 from jaxops.ops.quantize import Plan, Problem, Tiles, candidates
 from jaxops.ops.quantize.plan import LAYOUTS, PASSES, PLANNER, heuristic

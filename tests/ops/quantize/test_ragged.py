@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.ragged import padded_rows, padded_starts
+from jaxops._lib.ragged.offsets import padded_rows, padded_starts
 from tests.arrays import put
 from tests.ops.quantize.cases import RUNS, Variant, bits_of, check_equal, compiled, make_x, np_quantize
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxops._lib.ragged import padded_rows
+from jaxops._lib.ragged.offsets import padded_rows
 from jaxops.ops.quantize import Plan, Tiles, quantize_beside, quantize_gathered
 from tests.arrays import put
 from tests.jaxprs import operations, same_program

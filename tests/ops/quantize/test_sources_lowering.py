@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops.quantize import Plan, Problem, candidates, quantize_beside, quantize_gathered
 from tests.hopper import H200, costs_of, lower_for_h200
 from tests.ops.quantize.cases import SCALINGS

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.fp8 import cast_stochastic, random_bits
+from jaxops._lib.numerics.fp8 import cast_stochastic, random_bits
 from tests.ops.quantize.cases import E4M3, E5M2, KEY, RUNS, Variant, bits_of, check_equal, compiled, make_x, np_quantize
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops.route import logits, router_logits
 from tests.arrays import put
 from tests.hopper import lower_for_h200

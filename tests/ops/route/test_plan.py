@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import jaxops
-from jaxops._lib.device import Device
+from jaxops._lib.planning.device import Device
 from jaxops.ops import route
 from jaxops.ops.route import Plan, Problem, Tiles, candidates
 from jaxops.ops.route.plan import PASSES, heuristic

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.instructions import exp2, rsqrt
+from jaxops._lib.numerics.instructions import exp2, rsqrt
 
 _SQRT_HALF, _SQRT_2_OVER_PI, _DENSITY_AT_0 = 0.7071067811865476, 0.7978845608028654, 0.3989422804014327
 

@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib import masked_pallas as masked
-from jaxops._lib.sums import steps_of_part
+from jaxops._lib.arrays.sums import steps_of_part
+from jaxops._lib.pallas import masked_pallas as masked
 
 
 def sums_over_columns(

@@ -4,7 +4,7 @@ operands lie."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jaxops._lib.layouts_triton import one_number
+from jaxops._lib.gluon.layouts_triton import one_number
 
 # What the groups divide. ROWS: A's and C's rows; each group has a B of its own. CONTRACTION: the rows that are summed
 # over; each group has a C of its own.

@@ -6,15 +6,15 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jaxops._lib.fp8 import BLOCK
-from jaxops._lib.launch_triton import triton_call
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.powers import power_of_2
-from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import COLUMNS as _COLUMNS
-from jaxops._lib.work_list import MOST_PARTS as _MOST_PARTS
-from jaxops._lib.work_list import STEP_ROWS as _STEP_ROWS
-from jaxops._lib.work_list import Spans, least_rows_of_part
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.gluon.launch_triton import triton_call
+from jaxops._lib.numerics.fp8 import BLOCK
+from jaxops._lib.ragged.tiling import tile_bound
+from jaxops._lib.ragged.work_list import COLUMNS as _COLUMNS
+from jaxops._lib.ragged.work_list import MOST_PARTS as _MOST_PARTS
+from jaxops._lib.ragged.work_list import STEP_ROWS as _STEP_ROWS
+from jaxops._lib.ragged.work_list import Spans, least_rows_of_part
 
 COLUMNS, MOST_PARTS, STEP_ROWS = tl.constexpr(_COLUMNS), tl.constexpr(_MOST_PARTS), tl.constexpr(_STEP_ROWS)
 _ELEMENTS = 2048  # of a program's [BLOCK, RUNS] comparison: 16 registers a thread at 4 warps

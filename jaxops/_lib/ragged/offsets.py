@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.fp8 import BLOCK
+from jaxops._lib.numerics.fp8 import BLOCK
 
 
 def runs(offsets_at, r: jax.Array, G: int, M: int) -> tuple[jax.Array, jax.Array]:

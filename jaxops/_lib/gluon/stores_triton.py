@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from jaxops._lib.device import SECTOR_BYTES
-from jaxops._lib.layouts_triton import accumulator, over_cluster
-from jaxops._lib.tile_scheduler_triton import opaque
+from jaxops._lib.gluon.layouts_triton import accumulator, over_cluster
+from jaxops._lib.gluon.tile_scheduler_triton import opaque
+from jaxops._lib.planning.device import SECTOR_BYTES
 
 
 @gluon.jit

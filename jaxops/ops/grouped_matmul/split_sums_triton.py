@@ -4,8 +4,8 @@ order of the rows: deterministic, whichever program is the last one."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jaxops._lib.tile_scheduler_triton import finish_fetch_add_of_warps, start_fetch_add_of_warps
-from jaxops._lib.work_list import MOST_PARTS as _MOST_PARTS
+from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add_of_warps, start_fetch_add_of_warps
+from jaxops._lib.ragged.work_list import MOST_PARTS as _MOST_PARTS
 
 MOST_PARTS = gl.constexpr(_MOST_PARTS)
 

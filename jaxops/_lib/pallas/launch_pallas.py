@@ -12,8 +12,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.costs import Cost
-from jaxops._lib.instructions import assembled_by
+from jaxops._lib.numerics.instructions import assembled_by
+from jaxops._lib.planning.costs import Cost
 
 # JAX's lowering (jax/_src/pallas/triton/lowering.py, _compute_offsets_from_indices, up to 0.12) uses int32 element
 # offsets for arrays of at most 2^32 bytes. They overflow in an array of 1-byte numbers of that size with over 2^31

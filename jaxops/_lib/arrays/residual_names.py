@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.checks import type_name
+from jaxops._lib.arrays.checks import type_name
 
 Function = TypeVar("Function", bound=Callable)
 

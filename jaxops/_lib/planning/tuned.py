@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
-from jaxops._lib import jit_keys
-from jaxops._lib.cache_files import cache_folder, write_whole
-from jaxops._lib.checks import type_name
-from jaxops._lib.device import Device, warn_once
+from jaxops._lib.arrays.checks import type_name
+from jaxops._lib.planning import jit_keys
+from jaxops._lib.planning.cache_files import cache_folder, write_whole
+from jaxops._lib.planning.device import Device, warn_once
 
 
 def user_folder() -> pathlib.Path:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib import instructions
-from jaxops._lib.checks import check_array, float_dtype
-from jaxops._lib.pytrees import register
+from jaxops._lib.arrays.checks import check_array, float_dtype
+from jaxops._lib.arrays.pytrees import register
+from jaxops._lib.numerics import instructions
 
 BLOCK = 128  # elements that share a scale in the 1x128 and 128x128 recipes (DeepSeek-V3, arXiv:2412.19437)
 FP8 = ("float8_e4m3fn", "float8_e5m2")

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import jax_triton.triton_lib
 from jax.interpreters import partial_eval
 
-from jaxops._lib.costs import Cost, allocated
-from jaxops._lib.manual_axes import vary_as
+from jaxops._lib.arrays.manual_axes import vary_as
+from jaxops._lib.planning.costs import Cost, allocated
 
 
 class _AllWarps:

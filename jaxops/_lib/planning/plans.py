@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from jaxops._lib.device import Capability, Device, warn_once
-from jaxops._lib.recorded import Decision, Source, note, watched
+from jaxops._lib.planning.device import Capability, Device, warn_once
+from jaxops._lib.planning.recorded import Decision, Source, note, watched
 
 AMPERE, ADA = (8, 0), (8, 9)  # compute capabilities: the least of the Pallas kernels, and the least with FP8
 

@@ -30,9 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxops._lib.layouts_triton import one_number, over_cluster
-from jaxops._lib.stores_triton import as_block
-from jaxops._lib.tile_scheduler_triton import (
+from jaxops._lib.gluon.layouts_triton import one_number, over_cluster
+from jaxops._lib.gluon.stores_triton import as_block
+from jaxops._lib.gluon.tile_scheduler_triton import (
     CONTRACTION,
     RING,
     ROWS,
@@ -46,8 +46,8 @@ from jaxops._lib.tile_scheduler_triton import (
     start_fetch_add,
     write_tile,
 )
-from jaxops._lib.work_list import COLUMNS as _COLUMNS
-from jaxops._lib.work_list import STEP_ROWS
+from jaxops._lib.ragged.work_list import COLUMNS as _COLUMNS
+from jaxops._lib.ragged.work_list import STEP_ROWS
 
 COLUMNS = gl.constexpr(_COLUMNS)  # of a work list
 BK = gl.constexpr(STEP_ROWS)  # length of a pipeline step along the contraction

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from jaxops._lib import jit_keys
+from jaxops._lib.planning import jit_keys
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxops._lib.fp8 import BLOCK
-from jaxops._lib.launch_pallas import launch
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.powers import power_of_2
-from jaxops._lib.ragged import runs
-from jaxops._lib.tiling import row_tiles, tile_bound
-from jaxops._lib.traced_once import traced_once
-from jaxops._lib.work_list import COLUMNS, Spans
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.numerics.fp8 import BLOCK
+from jaxops._lib.pallas.launch_pallas import launch
+from jaxops._lib.planning.traced_once import traced_once
+from jaxops._lib.ragged.offsets import runs
+from jaxops._lib.ragged.tiling import row_tiles, tile_bound
+from jaxops._lib.ragged.work_list import COLUMNS, Spans
 
 # Rows up to which each program finds its own tile in the offsets: the list is a launch of 2 us, and one more gap
 # between two (H200, 2026-11-24, 8 rows in 128 groups), as much as reading 10 MB takes.

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jaxops._lib.gemm_triton import BK, COLUMNS, GATHER_WARPS, consume, make_pipeline, produce
-from jaxops._lib.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
-from jaxops._lib.layouts_triton import over_cluster
-from jaxops._lib.manual_axes import out_struct
-from jaxops._lib.schedule_triton import schedule_groups, schedule_parts, schedule_rows
-from jaxops._lib.stores_triton import result_buffers, tile_layout
-from jaxops._lib.tile_scheduler_triton import CONTRACTION, RING, ROWS
-from jaxops._lib.tiling import tile_bound
-from jaxops._lib.work_list import Spans, least_rows_of_part
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.gluon.gemm_triton import BK, COLUMNS, GATHER_WARPS, consume, make_pipeline, produce
+from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
+from jaxops._lib.gluon.layouts_triton import over_cluster
+from jaxops._lib.gluon.schedule_triton import schedule_groups, schedule_parts, schedule_rows
+from jaxops._lib.gluon.stores_triton import result_buffers, tile_layout
+from jaxops._lib.gluon.tile_scheduler_triton import CONTRACTION, RING, ROWS
+from jaxops._lib.ragged.tiling import tile_bound
+from jaxops._lib.ragged.work_list import Spans, least_rows_of_part
 
 MOST_RESULTS = 4  # jax-triton takes results' pointers as parameters of their own, not in tuples
 
@@ -78,7 +78,7 @@ class Gemm:
       stages: of the pipeline.
       panel: tile rows of a panel, see `swizzle`.
       stored: rows and columns of a store.
-      flops: see `jaxops._lib.costs.Cost`.
+      flops: see `jaxops._lib.planning.costs.Cost`.
       bytes_accessed: where each operand and each result once is not the least traffic: see `triton_call`.
       ping_pong: each consumer has a tile of its own, not half of one's rows.
       dynamic: programs take tiles as they get free.

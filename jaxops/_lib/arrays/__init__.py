@@ -1,0 +1,1 @@
+"""Arrays and pytrees that ops take: checks, precision, derivatives."""

@@ -1,0 +1,1 @@
+"""FP8 formats, activations, and float32 arithmetic of kernels."""

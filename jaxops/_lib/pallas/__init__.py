@@ -1,0 +1,1 @@
+"""Launches, schedules and masks of Pallas kernels."""

@@ -1,0 +1,1 @@
+"""What decides how a call runs: the device, plans, tuned rows, stated costs."""

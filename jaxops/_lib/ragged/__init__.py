@@ -1,0 +1,1 @@
+"""Ragged rows: offsets on the device, tiles, the work list."""

@@ -38,7 +38,7 @@ def check_backend(backend: Any, *kernels: str) -> None:
 
 
 def check_dtypes(dtype: Any, param_dtype: Any) -> None:
-    """Of a layer whose kernels multiply in dtype, which is None where the call's arrays decide.
+    """The dtypes of a layer whose kernels multiply in dtype, which is None where the call's arrays decide.
 
     Raises:
       TypeError: another dtype than bfloat16, float16 or float32.
@@ -53,7 +53,7 @@ def check_dtypes(dtype: Any, param_dtype: Any) -> None:
 
 
 def check_activation(activation: Any) -> None:
-    """Of a gated unit: `jaxops.grouped_glu`'s own check."""
+    """The activation of a gated unit: `jaxops.grouped_glu`'s own check."""
     array = jax.ShapeDtypeStruct
     x, w, offsets = array((1, 1), jnp.float32), array((1, 1, 1), jnp.float32), array((2,), jnp.int32)
     jax.eval_shape(functools.partial(grouped_glu, activation=activation, backend="xla"), x, w, w, offsets)
@@ -65,7 +65,7 @@ def check_recipe(recipe: Any) -> None:
 
 
 def check_grouped_recipe(recipe: Any, precision: Any, pow2_scales: bool) -> None:
-    """Of products over groups of rows, which need none.
+    """The recipe of products over groups of rows, which need none.
 
     Raises:
       NotImplementedError: recipe "delayed".

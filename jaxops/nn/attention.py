@@ -83,11 +83,11 @@ class PackedAttention(nnx.Module):
         self.dtype, self.param_dtype = dtype, param_dtype
         self.causal, self.window, self.longest, self.crowd = causal, window, longest, crowd
         self.backend, self.plan = backend, plan
-        how = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.query = linear(in_features, num_heads * head_dim, **how)
-        self.key = linear(in_kv_features, num_kv_heads * head_dim, **how)
-        self.value = linear(in_kv_features, num_kv_heads * head_dim, **how)
-        self.out = linear(num_heads * head_dim, in_features, **how)
+        made_with = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.query = linear(in_features, num_heads * head_dim, **made_with)
+        self.key = linear(in_kv_features, num_kv_heads * head_dim, **made_with)
+        self.value = linear(in_kv_features, num_kv_heads * head_dim, **made_with)
+        self.out = linear(num_heads * head_dim, in_features, **made_with)
 
     def __call__(
         self,
@@ -128,8 +128,8 @@ class PackedAttention(nnx.Module):
             q, k = qk_transform(q, k)
         masks: dict[str, Any] = {"kv_offsets": kv_offsets, "visible_until": visible_until, "window": self.window}
         limits: dict[str, Any] = {"longest": self.longest, "crowd": self.crowd}
-        how: dict[str, Any] = {"causal": self.causal, "backend": self.backend, "plan": self.plan}
-        mixed = packed_attention(q, k, v, sequence_offsets, **masks, **limits, **how)
+        options: dict[str, Any] = {"causal": self.causal, "backend": self.backend, "plan": self.plan}
+        mixed = packed_attention(q, k, v, sequence_offsets, **masks, **limits, **options)
         y = self.out(mixed.reshape(x.shape[0], self.num_heads * self.head_dim))
         return _inside(y, sequence_offsets)  # where a bias would stand
 
@@ -162,7 +162,7 @@ def packed_attention_fn(
     dropout_rng: Any = None,
     dtype: Dtype | None = None,
     module: nnx.Module | None = None,
-    **how: Any,
+    **options: Any,
 ) -> jax.Array:
     """`jaxops.packed_attention` as the `attention_fn` of `flax.nnx.MultiHeadAttention`.
 
@@ -185,8 +185,8 @@ def packed_attention_fn(
       is_causal: `causal` of the op.
       dtype: the operands are cast to it.
       dropout_rng, module: what the layer passes for dropout and for sown weights, which must both be None.
-      how: window, scale, longest, crowd, precision, backend and plan of the op; the layer's other options of dropout
-        have no effect.
+      options: window, scale, longest, crowd, precision, backend and plan of the op; the layer's other options of
+        dropout have no effect.
 
     Returns:
       [T, heads, head_dim]. The layer's rows outside all sequences are its bias.
@@ -210,8 +210,8 @@ def packed_attention_fn(
         mask = PackedMask(mask)
     q, k, v = (x if dtype is None else x.astype(dtype) for x in (query, key, value))
     masks: dict[str, Any] = {"kv_offsets": mask.kv_offsets, "visible_until": mask.visible_until, "causal": is_causal}
-    how = {name: value for name, value in how.items() if name not in _OF_DROPOUT}
-    return packed_attention(q, k, v, mask.sequence_offsets, **masks, **how)
+    options = {name: value for name, value in options.items() if name not in _OF_DROPOUT}
+    return packed_attention(q, k, v, mask.sequence_offsets, **masks, **options)
 
 
 def _inside(x: jax.Array, offsets: jax.Array) -> jax.Array:

@@ -112,12 +112,12 @@ class GroupedLinear(LinearParameters):
                 "the cumulative sum of the group sizes, with a 0 before it."
             )
         kernel, bias, dtype = self._parameters(x)
-        how = {"out_dtype": dtype, "backend": self.backend, "plan": self.plan}
+        options = {"out_dtype": dtype, "backend": self.backend, "plan": self.plan}
         if self.recipe is None:
-            how |= {"bias": bias, "precision": self.precision, "compute_dtype": dtype}
-            return grouped_matmul.grouped_matmul(x, kernel, group_offsets, **how)
-        how |= {"recipe": self.recipe, "pow2_scales": self.pow2_scales}
-        out = fp8_matmul.fp8_grouped_matmul(x, kernel, group_offsets, **how)
+            options |= {"bias": bias, "precision": self.precision, "compute_dtype": dtype}
+            return grouped_matmul.grouped_matmul(x, kernel, group_offsets, **options)
+        options |= {"recipe": self.recipe, "pow2_scales": self.pow2_scales}
+        out = fp8_matmul.fp8_grouped_matmul(x, kernel, group_offsets, **options)
         if bias is None:
             return out
         # A product over K = 0 is the bias of each row's group, zeros outside. Its gradient is summed in a fixed order,

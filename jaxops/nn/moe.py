@@ -123,8 +123,8 @@ class MoE(nnx.Module):
         if not callable(self.router):
             raise TypeError(f"router={router!r} cannot be called; pass e.g. functools.partial(jaxops.nn.Router, k=2).")
         if isinstance(self.router, Router) and (self.router.in_features, self.router.num_experts) != sizes:
-            found = self.router.in_features, self.router.num_experts
-            raise ValueError(f"the router has (in_features, num_experts) = {found}; this layer has {sizes}.")
+            own = self.router.in_features, self.router.num_experts
+            raise ValueError(f"the router has (in_features, num_experts) = {own}; this layer has {sizes}.")
         self.gate = make_kernel(in_features, hidden_features)
         self.up = make_kernel(in_features, hidden_features)
         self.down = make_kernel(hidden_features, in_features)
@@ -165,14 +165,14 @@ class MoE(nnx.Module):
             devices = devices_on("expert_axis", self.expert_axis, ", or make it without expert_axis")
         dtype = canonicalize_dtype(x, gate, up, down, dtype=self.dtype)
         if devices * gate.shape[0] != self.num_experts:
-            found = f"this device has {gate.shape[0]} of num_experts={self.num_experts} experts, and "
-            found += f"expert_axis={self.expert_axis!r} has {devices} devices"
-            raise ValueError(f"{found}: split the first axis of gate, up and down evenly over expert_axis.")
+            split = f"this device has {gate.shape[0]} of num_experts={self.num_experts} experts, and "
+            split += f"expert_axis={self.expert_axis!r} has {devices} devices"
+            raise ValueError(f"{split}: split the first axis of gate, up and down evenly over expert_axis.")
         tokens = x.reshape(-1, self.in_features)
         parts, routing, routings = self._routed(tokens, mask, dtype, devices)
         if not isinstance(routing, Routing):
-            found = f"a {type(routing).__name__}, not a jaxops.Routing"
-            raise TypeError(f"the router returned {found}: take a jaxops.nn.Router, or call jaxops.route on logits.")
+            other = f"a {type(routing).__name__}, not a jaxops.Routing"
+            raise TypeError(f"the router returned {other}: take a jaxops.nn.Router, or call jaxops.route on logits.")
         if (E := routing.group_offsets.shape[0] - 1) != self.num_experts:
             raise ValueError(f"the router chose among {E} experts; this layer has num_experts={self.num_experts}.")
         axis, wide = self.expert_axis, self.expert_axis is not None and not self.gather_tokens

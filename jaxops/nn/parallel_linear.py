@@ -61,8 +61,8 @@ class _ParallelLinear(LinearParameters):
                 f"this device has a kernel of shape {kernel.shape}, and its part of {whole} over axis {axis_name!r} is "
                 f"{tuple(local)}: pass the layer's state through in_specs of jax.shard_map, as docs/parallel.md does."
             )
-        how = {"compute_dtype": dtype, "precision": self.precision, "backend": self.backend} | more
-        return op(x, kernel, axis_name, bias=bias, rows=rows, **how)
+        options = {"compute_dtype": dtype, "precision": self.precision, "backend": self.backend} | more
+        return op(x, kernel, axis_name, bias=bias, rows=rows, **options)
 
 
 class ColumnParallelLinear(_ParallelLinear):

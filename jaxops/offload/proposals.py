@@ -90,10 +90,10 @@ def propose(step: Callable[..., Any], *args: Any, device_budget: int, donate_arg
         residuals[name] = Residual(sizes[name], saves, 1e6 * sizes[name] / rate if rate else math.inf, "recompute")
     room = device_budget
     for _ in range(TRIES):
-        found = choose(residuals, base_us, base_bytes, room)
-        us, needed = measure(found.policy)
+        proposal = choose(residuals, base_us, base_bytes, room)
+        us, needed = measure(proposal.policy)
         if needed <= device_budget:
-            return dataclasses.replace(found, step_us=us, device_bytes=needed)
+            return dataclasses.replace(proposal, step_us=us, device_bytes=needed)
         room -= needed - device_budget
     raise ValueError(
         f"no policy was found with which the step fits into {device_budget:,} bytes: "

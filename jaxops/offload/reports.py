@@ -104,22 +104,22 @@ def sizes(compiled: Any, memory: Literal["", "host_"] = "") -> tuple[int, int, i
 
 def copies_of(text: str) -> list[Copy]:
     """The copies between the memories in the text of a scheduled HLO module."""
-    found: list[Copy] = []
+    copies: list[Copy] = []
     bodies, fused = (set(re.findall(rf"{key}=%?([\w.\-]+)", text)) for key in ("body", "calls"))
     computation, lines = "", []
     for line in text.splitlines():
         if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
             computation, lines = header.group(1), []
         elif line.startswith("}") and computation not in fused:
-            found += _copies_in(lines, computation in bodies)
+            copies += _copies_in(lines, computation in bodies)
         else:
             lines.append(line)
-    return found
+    return copies
 
 
 def _copies_in(lines: list[str], in_loop: bool) -> list[Copy]:
     """The copies of one computation, in the order of its schedule."""
-    found, on_host, running = [], set(), {}
+    copies, on_host, running = [], set(), {}
     work: list[bool] = []  # for each instruction that works, whether it is a product
     for line in lines:
         name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
@@ -134,18 +134,18 @@ def _copies_in(lines: list[str], in_loop: bool) -> list[Copy]:
         elif opcode.endswith("-done"):
             if operands and operands[0] in running:
                 to, size, before = running.pop(operands[0])
-                found.append(Copy(to, size, in_loop, len(work) - before, sum(work[before:])))
+                copies.append(Copy(to, size, in_loop, len(work) - before, sum(work[before:])))
             if _HOST in result:
                 on_host.add(name)
         else:
             here, there = _HOST in result, any(operand in on_host for operand in operands)
             if opcode not in _PASSED_ON and here != there:
-                found.append(Copy("host" if here else "device", _arrays(result)[0][0], in_loop, 0, 0))
+                copies.append(Copy("host" if here else "device", _arrays(result)[0][0], in_loop, 0, 0))
             elif opcode not in _NO_WORK:
                 work.append(bool(_PRODUCT.search(rest)))
             if here:
                 on_host.add(name)
-    return found
+    return copies
 
 
 def _destination(opcode: str, result: str) -> tuple[Literal["host", "device"], int]:
@@ -160,11 +160,11 @@ def _destination(opcode: str, result: str) -> tuple[Literal["host", "device"], i
 
 def _arrays(shapes: str) -> list[tuple[int, bool]]:
     """(bytes, whether it is on the host) of each array."""
-    found = []
+    arrays = []
     for kind, dims, layout in _ARRAY.findall(shapes):
         bits = 8 if kind == "pred" else int((re.findall(r"\d+", kind) or ["32"])[0])
-        found.append((math.prod(map(int, filter(None, dims.split(",")))) * bits // 8, _HOST in layout))
-    return found
+        arrays.append((math.prod(map(int, filter(None, dims.split(",")))) * bits // 8, _HOST in layout))
+    return arrays
 
 
 def compiler_options(*, offloads: bool = True) -> dict[str, bool | int | str]:

@@ -76,8 +76,8 @@ def check_rows(update: Callable[..., Any], whole: ClosedJaxpr, args: Sequence[An
     stack_of = {str(symbol): name for name, symbol in rows.items()}
     for eqn in _equations(jaxpr.jaxpr):
         if not _keeps_rows(eqn, stack_of):
-            found = {stack_of[n] for var in (*eqn.invars, *eqn.outvars) for n in _symbols(var) if n in stack_of}
-            of = f"{' and '.join(sorted(found))} along the first axis" if found else "the length of a first axis"
+            mixed = {stack_of[n] for var in (*eqn.invars, *eqn.outvars) for n in _symbols(var) if n in stack_of}
+            of = f"{' and '.join(sorted(mixed))} along the first axis" if mixed else "the length of a first axis"
             raise ValueError(
                 f"tx.update is not elementwise: it takes a {eqn.primitive.name} of {of}, and would see only pieces. "
                 f"{_ADVICE}"

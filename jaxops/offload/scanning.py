@@ -82,8 +82,8 @@ def scan(
             raise TypeError(
                 f"body returns {after.str_short()} for a carry of {before.str_short()}: types must not change."
             )
-    how = {"reverse": bool(reverse), "unroll": unroll}
-    layer = _Layer(_narrow_inputs(closed, len(carry_leaves)), len(carry_leaves), policy, how)
+    direction = {"reverse": bool(reverse), "unroll": unroll}
+    layer = _Layer(_narrow_inputs(closed, len(carry_leaves)), len(carry_leaves), policy, direction)
     carry, y_leaves = _run(layer, closed.consts, carry_leaves, x_leaves)
     return jax.tree.unflatten(carry_tree, carry), jax.tree.unflatten(jax.tree.structure(ys), y_leaves)
 
@@ -129,7 +129,7 @@ class _Layer:
     closed: core.ClosedJaxpr
     carries: int
     policy: Policy
-    how: dict[str, Any]  # reverse and unroll of `jax.lax.scan`
+    direction: dict[str, Any]  # reverse and unroll of `jax.lax.scan`
 
     def cast(self, x: Arrays) -> Arrays:
         wanted: list[Any] = self.closed.in_avals[self.carries :]
@@ -187,14 +187,14 @@ def _trace(layer: _Layer, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[cor
     sources = given | {source: ("own", i) for i, source in enumerate(saved)}
     debug_info = closed.jaxpr.debug_info._replace(result_paths=None)
     jaxpr = closed.jaxpr.replace(outvars=[*outvars[:results], *saved.values()], debug_info=debug_info)
-    found = tuple(sources[source] for source, _ in origins)
-    return closed.replace(jaxpr=jaxpr), _Residuals(jax.tree.structure(vjp), found, len(own[True]))
+    of_leaves = tuple(sources[source] for source, _ in origins)
+    return closed.replace(jaxpr=jaxpr), _Residuals(jax.tree.structure(vjp), of_leaves, len(own[True]))
 
 
 def _run(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
     @jax.custom_vjp
     def run(consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        return jax.lax.scan(lambda carry, x: layer(consts, carry, layer.cast(x)), init, xs, **layer.how)
+        return jax.lax.scan(lambda carry, x: layer(consts, carry, layer.cast(x)), init, xs, **layer.direction)
 
     run.defvjp(lambda *args: _forward(layer, *args), functools.partial(_backward, layer))
     return run(consts, init, xs)
@@ -229,13 +229,13 @@ def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[t
     # Each host buffer gets a different fill value, so that XLA does not merge the allocations and copy.
     host = [_to_host(fill(number, (layers + 1, *aval.shape), aval)) for number, aval in enumerate(avals)]
     own = [fill(0, aval.shape, aval) for aval in avals]
-    (_, carry, last, host), (ys, kept) = jax.lax.scan(step, (jnp.int32(0), init, own, host), xs, **layer.how)
+    (_, carry, last, host), (ys, kept) = jax.lax.scan(step, (jnp.int32(0), init, own, host), xs, **layer.direction)
     return (carry, ys), (residuals, consts, xs, last, host, kept)
 
 
 @functools.partial(jax.jit, inline=True)
 def _to_host(x: jax.Array) -> jax.Array:
-    """In a program of its own: jax.shard_map without jax.jit takes no jax.device_put."""
+    """Copies x in a program of its own: jax.shard_map without jax.jit takes no jax.device_put."""
     return jax.device_put(x, HOST)
 
 
@@ -263,8 +263,8 @@ def _backward(
         return (i - 1, ct_carry, fetched, [t + ct for t, ct in zip(totals, ct_consts, strict=True)]), ct_x
 
     state = (jnp.int32(xs[0].shape[0] - 1), ct_carry, last, totals)
-    how = layer.how | {"reverse": not layer.how["reverse"]}
-    (_, ct_carry, _, totals), ct_xs = jax.lax.scan(step, state, (xs, ct_ys, kept), **how)
+    direction = layer.direction | {"reverse": not layer.direction["reverse"]}
+    (_, ct_carry, _, totals), ct_xs = jax.lax.scan(step, state, (xs, ct_ys, kept), **direction)
     return _spread(consts, totals), _spread(cotangents[0], ct_carry), _spread(xs, ct_xs)
 
 

@@ -91,8 +91,8 @@ def all_gather_matmul(
     check_choice("save", save, SAVES)
     options = compute_dtype, precision, backend
     spec, *operands = _prepare("all_gather_matmul.x", "[m, K]", x, weights, biases, rows, axis_name, options)
-    found: Any = _gather_matmul(dataclasses.replace(spec, save=save), *operands)
-    return found if isinstance(w, tuple) else found[0]
+    products: Any = _gather_matmul(dataclasses.replace(spec, save=save), *operands)
+    return products if isinstance(w, tuple) else products[0]
 
 
 def matmul_reduce_scatter(
@@ -164,7 +164,7 @@ def _prepare(
             raise ValueError(f"bias has shape {jnp.shape(bias)}; it must be {(w.shape[1],)}, a number per column of w.")
     check_choice("backend", backend, ("auto", *BACKENDS))
     dtype, *_ = [compute_dtype_of(x_name, x, "w", w, compute_dtype, "the gradient of w stays") for w in weights]
-    found, multiplied = resolve_precision(precision, dtype)
+    of_products, multiplied = resolve_precision(precision, dtype)
     if not isinstance(axis_name, str):
         raise TypeError(f"axis_name is {type_name(axis_name)}; it must be the name of one mesh axis.")
     try:
@@ -175,7 +175,7 @@ def _prepare(
         ) from None
     # index: the operands vary over this axis too, so that JAX sums the gradient of one that is replicated over it.
     x, rows, _, *others = vary_together(x, _check_rows(rows), index, *weights, *biases)
-    spec = Spec(axis_name, dtype, multiplied, found, tuple(jnp.dtype(w.dtype) for w in weights), backend)
+    spec = Spec(axis_name, dtype, multiplied, of_products, tuple(jnp.dtype(w.dtype) for w in weights), backend)
     return spec, named_cast(x, dtype, name), tuple(others[: len(weights)]), tuple(others[len(weights) :]), rows
 
 

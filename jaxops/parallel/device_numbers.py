@@ -21,8 +21,8 @@ def if_devices_in_order(kernel: Callable, plain: Callable, *operands: Any) -> An
         for f in (kernel, plain)
     ]
     (of_kernel, result), (of_plain, _) = traced
-    found = _choose.bind(*leaves, kernel=of_kernel, plain=of_plain)
-    return jax.tree.unflatten(jax.tree.structure(result), found)
+    results = _choose.bind(*leaves, kernel=of_kernel, plain=of_plain)
+    return jax.tree.unflatten(jax.tree.structure(result), results)
 
 
 _choose = Primitive("if_devices_in_order")

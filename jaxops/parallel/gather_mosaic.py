@@ -80,6 +80,6 @@ def gather_matmul(
             produce(p, tiles, semaphores.at[COUNTER], load, sender, wait, empty, None, scratch)
 
     out_types = [jax.ShapeDtypeStruct((devices, m, columns), x.dtype) for columns in (n, depth)]
-    found = call("all_gather_matmul", body, p, tiles, chunk_of(x), [x, whole_tiles(w), *bound_of(rows)], out_types)
-    y, gathered = (vary_as(jax.typeof(x), array) for array in found)
+    results = call("all_gather_matmul", body, p, tiles, chunk_of(x), [x, whole_tiles(w), *bound_of(rows)], out_types)
+    y, gathered = (vary_as(jax.typeof(x), array) for array in results)
     return y.reshape(devices * m, n), gathered.reshape(devices * m, depth)

@@ -53,7 +53,7 @@ class Problem:
         return sum(pl.cdiv(depth, DEEP) for depth in self.depths)
 
     def tiles(self, tiles: Tiles) -> tuple[int, int]:
-        """Of a device's rows: down and across."""
+        """How many tiles a device's rows have, down and across."""
         return pl.cdiv(self.m, HIGH), pl.cdiv(self.n, tiles.wide)
 
     def after(self, own, number):
@@ -151,7 +151,7 @@ def wait_for(semaphore, value: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Of a tile.
+    """Where a tile lies.
 
     Attributes:
       phase: 0 for all devices' first tiles, and so on: each has one device's rows.
@@ -320,15 +320,15 @@ def consume(p: Problem, tiles: Tiles, store, stored, empty, parts, scratch) -> N
         if parts is not None:
 
             def add(number, pieces):
-                found = []
+                pieces = []
                 for j, piece in enumerate(pieces):
                     slot = slot_of(first + steps + number * pieces_of_tile + j)
                     plgpu.barrier_wait(full.at[slot])
                     part = plgpu.load(a_smem.at[slot, mine], layout=plgpu.Layout.WGMMA)
                     plgpu.commit_smem()  # this read before TMA's next write
                     plgpu.barrier_arrive(free.at[slot])
-                    found.append(piece + part.astype(jnp.float32))
-                return tuple(found)
+                    pieces.append(piece + part.astype(jnp.float32))
+                return tuple(pieces)
 
             pieces = lax.fori_loop(0, others, add, pieces)
         for j, piece in enumerate(pieces):

@@ -39,7 +39,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """Of one product.
+    """The plan of one product.
 
     Attributes:
       backend: "mosaic" for the kernel, or "xla".

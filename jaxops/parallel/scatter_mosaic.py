@@ -127,6 +127,6 @@ def matmul_scatter(
     inputs = [array for h, w in operands for array in (h.reshape(devices, m, h.shape[1]), whole_tiles(w))]
     inputs += [*bound_of(rows), *([] if x is None else [x])]
     out_types = [jax.ShapeDtypeStruct(shape, h.dtype) for shape in shapes]
-    found = call("matmul_reduce_scatter", body, p, tiles, (1, 8) if x is None else chunk_of(x), inputs, out_types)
-    y, _, *gathered = (vary_as(jax.typeof(h), array) for array in found)
+    results = call("matmul_reduce_scatter", body, p, tiles, (1, 8) if x is None else chunk_of(x), inputs, out_types)
+    y, _, *gathered = (vary_as(jax.typeof(h), array) for array in results)
     return y, gathered[0].reshape(-1, gathered[0].shape[2]) if gathered else None

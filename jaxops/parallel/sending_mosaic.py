@@ -73,7 +73,7 @@ class Sender:
         return jnp.int32(-1), jnp.int32(0)
 
     def begin(self, place: Place, state) -> _Open:
-        """At the start of a tile. Copies of earlier tiles are signalled before this tile can wait for other devices."""
+        """Starts a tile. Copies of earlier tiles are signalled before this tile can wait for other devices."""
         waiting, sent = state
         sends = (place.phase < self.p.devices - 1) & (place.number < self.tiles)
         first, end = (self._bound(place.number + i) for i in range(2))
@@ -106,7 +106,7 @@ class Sender:
         return at._replace(waiting=waiting, due=due, sent=sent, chunk=chunk, phase=jnp.where(done, -1, at.phase))
 
     def end(self, at: _Open):
-        """At the end of a tile: sends the chunks that are left."""
+        """Ends a tile: sends the chunks that are left."""
         _, sent = self._send_until(at.end, at)
         # Copies of an earlier tile are still to be signalled only if this tile was empty: `advance` was not called.
         waiting = self._flush(at.phase >= 0, at.waiting)

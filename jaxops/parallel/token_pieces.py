@@ -32,12 +32,12 @@ def add_own_rows(pieces: Sequence[jax.Array], axis_name: Axis) -> Pieces:
 
 def _in_turn(collective: Callable[[jax.Array], jax.Array], pieces: Pieces) -> Pieces:
     """collective(piece) of each, which starts when that of the piece before is done."""
-    found: list[jax.Array] = []
+    results: list[jax.Array] = []
     for piece in pieces:
-        if found:
-            found[-1], piece = barrier((found[-1], piece))
-        found.append(collective(piece))
-    return tuple(found)
+        if results:
+            results[-1], piece = barrier((results[-1], piece))
+        results.append(collective(piece))
+    return tuple(results)
 
 
 def _gather_forward(axis_name: Axis, pieces: Pieces) -> Pieces:

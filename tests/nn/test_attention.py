@@ -114,18 +114,6 @@ def test_is_a_mixer():
     assert block(X, jnp.ones((3, 4)), put(ENDS)).shape == (T, WIDTH)
 
 
-def test_parameters_of_rows_outside_get_no_gradient():
-    """Their input may be NaN, and they are no part of a bias' gradient."""
-    spoilt = X.copy()
-    spoilt[[0, 11, 12]] = np.nan
-    loss = lambda layer, x: jnp.sum(layer(x, ENDS) ** 2)
-    layer = ours(flax_attention())
-    gradient = nnx.jit(nnx.grad(loss))
-    got, want = (jax.tree.leaves(gradient(layer, x)) for x in (spoilt, X))
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_parameters_of_key_rows_outside_get_no_gradient():
     """Of `kv`: its rows outside may be NaN."""
     spoilt = KV.copy()

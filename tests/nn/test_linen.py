@@ -77,23 +77,26 @@ def test_moe(router, k):
     np.testing.assert_array_equal(y, result_of_nnx(make, second, x)[0])
 
 
-def test_shared_experts():
-    layer, x = nnx.bridge.to_linen(SharedExperts, D, F, gated=True), normal(0, T, D)
-    variables = jax.jit(layer.init)(jax.random.key(0), x)
-    shapes = {"gate": (D, F), "up": (D, F), "down": (F, D), "token_gate": (D, 1)}
-    assert jax.tree.map(jnp.shape, variables["params"]) == shapes
-    make = functools.partial(SharedExperts, D, F, gated=True)
-    np.testing.assert_array_equal(jax.jit(layer.apply)(variables, x), result_of_nnx(make, variables, x))
+X, COND, SEQUENCES = inputs()
+NORM = {"modulation_init": modulation_init, "use_weight": True}
+NORM_SHAPES = {"modulation": {"kernel": (C, 2 * D), "bias": (2 * D,)}, "weight": (D,)}
+EXPERT_SHAPES = {"gate": (D, F), "up": (D, F), "down": (F, D), "token_gate": (D, 1)}
+# A layer, its arguments and options, what it is called with, and the shapes of its parameters.
+LAYERS = {
+    "SharedExperts": (SharedExperts, (D, F), {"gated": True}, (X,), EXPERT_SHAPES),
+    "AdaLayerNorm": (AdaLayerNorm, (D, C), NORM, (X, COND, SEQUENCES), NORM_SHAPES),
+    "AdaRMSNorm": (AdaRMSNorm, (D, C), NORM, (X, COND, SEQUENCES), NORM_SHAPES),
+    "GroupedLinear": (GroupedLinear, (B, D, F), {}, (X, SEQUENCES), {"kernel": (B, D, F), "bias": (B, F)}),
+}
 
 
-@pytest.mark.parametrize("norm", [AdaLayerNorm, AdaRMSNorm])
-def test_norms(norm):
-    layer = nnx.bridge.to_linen(norm, D, C, modulation_init=modulation_init, use_weight=True)
-    variables = jax.jit(layer.init)(jax.random.key(0), *inputs())
-    shapes = {"modulation": {"kernel": (C, 2 * D), "bias": (2 * D,)}, "weight": (D,)}
+@pytest.mark.parametrize(("kind", "arguments", "options", "given", "shapes"), LAYERS.values(), ids=LAYERS)
+def test_layers(kind, arguments, options, given, shapes):
+    layer = nnx.bridge.to_linen(kind, *arguments, **options)
+    variables = jax.jit(layer.init)(jax.random.key(0), *given)
     assert jax.tree.map(jnp.shape, variables["params"]) == shapes
-    make = functools.partial(norm, D, C, modulation_init=modulation_init, use_weight=True)
-    np.testing.assert_array_equal(jax.jit(layer.apply)(variables, *inputs()), result_of_nnx(make, variables, *inputs()))
+    make = functools.partial(kind, *arguments, **options)
+    np.testing.assert_array_equal(jax.jit(layer.apply)(variables, *given), result_of_nnx(make, variables, *given))
 
 
 class Mixer(nnx.Module):
@@ -141,15 +144,6 @@ def test_blocks(layer):
     y = jax.jit(layer.apply)({"params": second}, *inputs())
     np.testing.assert_array_equal(y[-2:], x[-2:], err_msg="rows outside")
     assert np.abs(y - x)[: OFFSETS[-1]].max() > 1e-2
-
-
-def test_grouped_linear():
-    x, _, offsets = inputs()
-    layer = nnx.bridge.to_linen(GroupedLinear, B, D, F)
-    variables = jax.jit(layer.init)(jax.random.key(0), x, offsets)
-    assert jax.tree.map(jnp.shape, variables["params"]) == {"kernel": (B, D, F), "bias": (B, F)}
-    got = jax.jit(layer.apply)(variables, x, offsets)
-    np.testing.assert_array_equal(got, result_of_nnx(functools.partial(GroupedLinear, B, D, F), variables, x, offsets))
 
 
 def test_dot_general():

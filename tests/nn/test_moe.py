@@ -99,7 +99,7 @@ CASES = {
 def test_equals_every_token_by_itself(options):
     moe = make(**options)
     if "capacity" in options.get("router", {}):
-        assert (moe.router(tokens()).load > 9).any(), "nothing is dropped"
+        assert (moe.router(tokens()).row_positions == T * K).any(), "nothing is dropped"
     check(moe, tokens(), {"relu": jax.nn.relu}.get(options.get("activation"), jax.nn.silu))
 
 
@@ -139,32 +139,6 @@ def test_leading_axes():
     assert y.shape == x.shape
     assert routing.experts.shape == (24, K)
     np.testing.assert_array_equal(y.reshape(-1, D), flat)
-
-
-@pytest.mark.parametrize(
-    ("x_dtype", "dtype", "param_dtype", "out"),
-    [
-        (jnp.bfloat16, None, jnp.float32, jnp.float32),
-        (jnp.bfloat16, None, jnp.bfloat16, jnp.bfloat16),
-        (jnp.float32, jnp.bfloat16, jnp.float32, jnp.bfloat16),
-    ],
-)
-def test_dtypes_follow_flax(x_dtype, dtype, param_dtype, out):
-    x = tokens(dtype=x_dtype)
-    moe = make(dtype=dtype, param_dtype=param_dtype)
-    flax = nnx.eval_shape(lambda: nnx.Linear(D, D, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))(x))
-    y, routing = nnx.eval_shape(lambda: moe(x))
-    assert y.dtype == flax.dtype == out
-    assert routing.weights.dtype == moe.router.kernel.dtype == jnp.float32
-    graphdef, params = nnx.split(moe)
-    grads = jax.eval_shape(
-        jax.grad(lambda params: jnp.sum(nnx.merge(graphdef, params)(x)[0].astype(jnp.float32))), params
-    )
-    assert jax.tree.map(lambda g: (g.shape, g.dtype), grads) == jax.tree.map(lambda p: (p.shape, p.dtype), params)
-    if param_dtype != out:
-        y, routing = apply(moe, x)
-        wide = jax.tree.map(lambda p: p.astype(jnp.float32), nnx.to_pure_dict(nnx.state(moe, nnx.Param)))
-        assert_close(y, every_expert(wide, x.astype(jnp.float32), routing), "bfloat16", scale=2)
 
 
 def over_experts(layer, params, x: jax.Array):
@@ -241,11 +215,6 @@ def test_gathered_tokens_in_bfloat16():
     )
     assert_close(got, want, "bfloat16", scale=2)
     assert np.mean((got - want) ** 2) < 2 * np.mean((once - want) ** 2)
-
-
-def test_gather_tokens_needs_an_axis():
-    with pytest.raises(ValueError, match="gather_tokens=True needs expert_axis"):
-        make(gather_tokens=True)
 
 
 def test_pieces_need_choices_by_token():
@@ -338,15 +307,6 @@ def test_logits_are_no_tf32():
             assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
             assert {atom.aval.dtype for atom in (*product.invars, *product.outvars)} == {jnp.dtype("float32")}
     assert found == results
-
-
-def test_router_is_float32():
-    """Whatever the tokens' dtype: its choices are those of an unrounded product."""
-    router, x = Router(D, E, K, rngs=nnx.Rngs(0)), tokens(dtype=jnp.bfloat16)
-    with jax.default_matmul_precision("highest"):
-        logits = x.astype(jnp.float32) @ router.kernel[...]
-        got = router(x)
-    assert_close(got.weights, jaxops.route(logits, K).weights, "float32")
 
 
 def test_any_router():

@@ -242,18 +242,18 @@ def _run(spec: Spec, arrays: Arrays, backend: str, plan: Plan | None) -> tuple[A
     problem = Problem(T, D, B, arrays.x.dtype.name, arrays.gate is not None, spec.out_dtype in FP8)
     plan = make_plan(problem, device, tuned_rows("adaln", device), backend=backend, plan=plan)
     if 0 in (T, D, B):  # no row is in a sequence
-        found = {"residual": arrays.x, "y": jnp.zeros((T, D), spec.out_dtype)}
-        found["y_scales"] = jnp.zeros((-(-D // BLOCK), T), jnp.float32)
+        results = {"residual": arrays.x, "y": jnp.zeros((T, D), spec.out_dtype)}
+        results["y_scales"] = jnp.zeros((-(-D // BLOCK), T), jnp.float32)
     else:
-        found: dict[str, Any] = _call(spec, plan, False, arrays)
-    y = found.get("y")
+        results: dict[str, Any] = _call(spec, plan, False, arrays)
+    y = results.get("y")
     if spec.out_dtype in FP8:
-        y = Quantized(y, found["y_scales"], scaling="block_1x128", dtype=arrays.x.dtype.name)
-    return found.get("residual"), y
+        y = Quantized(y, results["y_scales"], scaling="block_1x128", dtype=arrays.x.dtype.name)
+    return results.get("residual"), y
 
 
 def _forward(spec: Spec, plan: Plan, save_stats: bool, arrays: Arrays) -> dict[str, jax.Array]:
-    """By name: residual (with a gate), y (with norm), y_scales (FP8), mean and rstd (with save_stats, no gradient)."""
+    """Results: residual (with a gate), y (with norm), y_scales (FP8), mean and rstd (with save_stats, no gradient)."""
     if plan.backend == "xla":
         return forward_xla(spec, arrays)
     assert plan.fwd is not None  # make_plan fills it
@@ -265,15 +265,15 @@ def _call_fwd(spec: Spec, plan: Plan, save_stats: bool, arrays: Arrays):
         hint = "leave out_dtype away where it is trained, and quantise the result."
         raise NotImplementedError(f"a result in {spec.out_dtype} has no gradient: {hint}")
     # _call, not _forward: a second derivative differentiates this.
-    found: dict[str, Any] = _call(spec, plan, bool(plan.save_stats), arrays)
+    results: dict[str, Any] = _call(spec, plan, bool(plan.save_stats), arrays)
     op = "adaln" if arrays.gate is None else "gated_residual" if spec.norm is None else "gated_residual_adaln"
-    stats = {name: found.pop(name) for name in ("mean", "rstd") if name in found}
+    stats = {name: results.pop(name) for name in ("mean", "rstd") if name in results}
     stats = checkpoint_name(stats, f"{op}.stats")
     last = "y" if spec.norm is not None else "residual"
-    found = {name: checkpoint_name(x, f"{op}.{'out' if name == last else name}") for name, x in found.items()}
+    results = {name: checkpoint_name(x, f"{op}.{'out' if name == last else name}") for name, x in results.items()}
     # The backward reads the normalised rows: with a gate the new residual, an output; the old one is not kept.
-    rows = arrays._replace(x=found.get("residual", arrays.x))
-    return found | (stats if save_stats else {}), (rows, stats)
+    rows = arrays._replace(x=results.get("residual", arrays.x))
+    return results | (stats if save_stats else {}), (rows, stats)
 
 
 def _call_bwd(spec: Spec, plan: Plan, save_stats: bool, saved, cotangents: dict):
@@ -284,11 +284,11 @@ def _call_bwd(spec: Spec, plan: Plan, save_stats: bool, saved, cotangents: dict)
 def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, dx_in, dy, stats: dict[str, jax.Array]) -> Any:
     """Cotangents of `arrays`, None for none. dx_in, dy: of the new residual and of y, or None."""
     if plan.backend == "xla":
-        found = backward_xla(spec, arrays, dx_in, dy)
+        gradients = backward_xla(spec, arrays, dx_in, dy)
     else:
         assert plan.bwd is not None  # make_plan fills it
-        found = backward_pallas(spec, plan.bwd, arrays, dx_in, dy, stats, interpret=plan.on.interpret)
-    return Arrays(**(dict.fromkeys(Arrays._fields) | found))  # pyright: ignore[reportArgumentType]
+        gradients = backward_pallas(spec, plan.bwd, arrays, dx_in, dy, stats, interpret=plan.on.interpret)
+    return Arrays(**(dict.fromkeys(Arrays._fields) | gradients))  # pyright: ignore[reportArgumentType]
 
 
 _call = differentiable(_forward, _call_fwd, _call_bwd, static=3)

@@ -58,9 +58,9 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
 
     def load_rows(rows, rows_in):
         # Of an outside row only the cotangent that passes through is read: x, dy and h are zero, and so is every term.
-        found = {name: columns.load(ref[name], rows, rows_in & inside) for name in ("x", "dy", "h") if name in ref}
+        loaded = {name: columns.load(ref[name], rows, rows_in & inside) for name in ("x", "dy", "h") if name in ref}
         passed = ("dx_in", *(MODULATION if spec.per_row else ()))
-        return found | {name: columns.load(ref[name], rows, rows_in) for name in passed if name in ref}
+        return loaded | {name: columns.load(ref[name], rows, rows_in) for name in passed if name in ref}
 
     def body(rows, rows_in, loaded, sums):
         m = shared | {name: widen(chunks) for name, chunks in loaded.items()}

@@ -77,7 +77,7 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
 def forward_pallas(
     spec: Spec, tiles: Tiles, arrays: Arrays, *, save_stats: bool, interpret: bool
 ) -> dict[str, jax.Array]:
-    """By name: residual, y [T, D], y_scales (FP8), mean and rstd [T] (save_stats), as far as asked. No size is 0."""
+    """Results: residual, y [T, D], y_scales (FP8), mean and rstd [T] (save_stats), as far as asked. No size is 0."""
     struct, (T, D), f32 = functools.partial(out_struct, like=arrays.x), arrays.x.shape, jnp.dtype("float32")
     out = {"residual": struct((T, D), arrays.x.dtype)} if arrays.gate is not None else {}
     if spec.out_dtype in FP8:

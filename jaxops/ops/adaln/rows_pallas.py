@@ -25,7 +25,7 @@ def tile_count(T: int, B: int, rows: int) -> int:
 
 
 def ceil_div(count: jax.Array, size: int) -> jax.Array:
-    """Of a traced int32 count >= 0. `pl.cdiv` makes the divisor int64 under jax_enable_x64."""
+    """count / size, rounded up; count >= 0 is traced int32. `pl.cdiv` makes the divisor int64 under jax_enable_x64."""
     return lax.div(count + (size - 1), lax.full_like(count, size))
 
 
@@ -72,10 +72,10 @@ def _run_of(offsets_ref, row: jax.Array) -> jax.Array:
         stride = pl.cdiv(span, _WIDTH)
         i = first + stride * jnp.arange(_WIDTH, dtype=jnp.int32)
         passed = (plgpu.load(offsets_ref.at[jnp.minimum(i, count - 1)]) <= row) & (i < count)
-        found = jnp.sum(passed, dtype=jnp.int32)
+        count_passed = jnp.sum(passed, dtype=jnp.int32)
         if stride == 1:
-            return first + found
-        first, span = first + stride * jnp.maximum(found - 1, 0), stride
+            return first + count_passed
+        first, span = first + stride * jnp.maximum(count_passed - 1, 0), stride
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Columns:
     def store(
         self, ref, rows: jax.Array, rows_in: jax.Array, values: Sequence[jax.Array], transposed: bool = False
     ) -> None:
-        """Into ref [T, D], or ref [D, T] if transposed."""
+        """Stores into ref [T, D], or ref [D, T] if transposed."""
         for (columns, columns_in), value in zip(self, values, strict=True):
             store(ref, (columns, rows) if transposed else (rows, columns), value, both(rows_in, columns_in))
 
@@ -139,7 +139,7 @@ def widen(values: Chunks) -> Chunks:
 
 
 def load_shared(ref: dict, spec: Spec, tile: Tile, columns: Columns) -> dict[str, Chunks]:
-    """By name, in float32, the vectors of all of a tile's rows: its sequence's modulation, weight, bias."""
+    """The vectors, by name and in float32, of all of a tile's rows: its sequence's modulation, weight, bias."""
     names = [name for name in MODULATION if name in ref and not spec.per_row]
     shared = {name: widen(columns.load(ref[name], tile.clipped)) for name in names}
     return shared | {name: widen(columns.load_vector(ref[name])) for name in ("weight", "bias") if name in ref}

@@ -24,13 +24,13 @@ def forward_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
         values = values.astype(jnp.float32)
         return jnp.where(inside, values if spec.per_row else values[sequence], 0)
 
-    found = {}
+    results = {}
     if gate is not None:
         assert h is not None  # comes with the gate
         update = of_rows(gate) * jnp.where(inside, h, 0).astype(jnp.float32)
-        x = found["residual"] = jnp.where(inside, (x.astype(jnp.float32) + update).astype(x.dtype), x)
+        x = results["residual"] = jnp.where(inside, (x.astype(jnp.float32) + update).astype(x.dtype), x)
     if spec.norm is None:
-        return found
+        return results
     n = jnp.where(inside, x, 0).astype(jnp.float32)
     if spec.norm == "layer":
         n = n - jnp.mean(n, axis=1, keepdims=True)
@@ -44,8 +44,8 @@ def forward_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
     if spec.out_dtype in FP8:
         D = y.shape[1]
         y, scales = quantize_blocks(jnp.pad(y, ((0, 0), (0, -D % BLOCK))), spec.out_dtype)
-        y, found["y_scales"] = kept(y[:, :D]), scales.T
-    return found | {"y": y.astype(spec.out_dtype)}
+        y, results["y_scales"] = kept(y[:, :D]), scales.T
+    return results | {"y": y.astype(spec.out_dtype)}
 
 
 def backward_xla(spec: Spec, arrays: Arrays, dx_in, dy) -> dict[str, jax.Array]:

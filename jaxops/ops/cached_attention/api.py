@@ -14,7 +14,7 @@ from jaxops._lib.planning.device import device_of
 from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.cached_attention.fwd_pallas import cached_pallas
 from jaxops.ops.cached_attention.plan import Plan, Problem, make_plan
-from jaxops.ops.cached_attention.xla import Attended, How, cached_xla
+from jaxops.ops.cached_attention.xla import Attended, Options, cached_xla
 
 
 def cached_attention(
@@ -84,13 +84,13 @@ def cached_attention(
     window = None if window is None else min(check_integer("window", window, 0), S)
     epsilon = check_number("epsilon", epsilon, 0)
     precision, compute = resolve_precision(precision, k_cache.dtype)
-    how = How(factor, epsilon, window, precision, compute.name)
+    options = Options(factor, epsilon, window, precision, compute.name)
     device = device_of(qkv, k_cache, at)
-    problem = Problem(B, N, K, how.seen(S), H, k_cache.dtype.name)
+    problem = Problem(B, N, K, options.seen(S), H, k_cache.dtype.name)
     plan = make_plan(problem, device, tuned_rows("cached_attention", device), backend=backend, plan=plan)
     if S == 0:
         return jnp.zeros((B, N, H), qkv.dtype), k_cache, v_cache
-    return _attend(how, plan, *vary_together(qkv, k_cache, v_cache, at, sinks, weights, turns))
+    return _attend(options, plan, *vary_together(qkv, k_cache, v_cache, at, sinks, weights, turns))
 
 
 def _check_shapes(qkv: jax.Array, k_cache: jax.Array, v_cache: jax.Array, at: jax.Array) -> None:
@@ -146,18 +146,18 @@ def _float32(name: str, x: jax.Array | None, shape: tuple[int | None, ...], what
     return x.astype(jnp.float32)
 
 
-def _either(how: How, plan: Plan, qkv, k_cache, v_cache, at, sinks, qk_norm, rotary) -> Attended:
+def _either(options: Options, plan: Plan, qkv, k_cache, v_cache, at, sinks, qk_norm, rotary) -> Attended:
     if plan.backend == "xla" or 0 in k_cache.shape or qkv.shape[1] == 2 * k_cache.shape[1]:
-        return cached_xla(how, qkv, k_cache, v_cache, at, sinks, qk_norm, rotary)
+        return cached_xla(options, qkv, k_cache, v_cache, at, sinks, qk_norm, rotary)
     assert plan.fwd is not None  # make_plan fills it
     operands = {"qkv": qkv, "k_cache": k_cache, "v_cache": v_cache, "at": at, "sinks": sinks}
     for names, pair in ((("q_weight", "k_weight"), qk_norm), (("cos", "sin"), rotary)):
         operands |= dict(zip(names, pair or (None, None), strict=True))
-    return cached_pallas(plan.fwd, how, operands, interpret=plan.on.interpret)
+    return cached_pallas(plan.fwd, options, operands, interpret=plan.on.interpret)
 
 
-def _plain(how: How, _: Plan, *operands) -> Attended:
-    return cached_xla(how, *operands)
+def _plain(options: Options, _: Plan, *operands) -> Attended:
+    return cached_xla(options, *operands)
 
 
 _attend = differentiable_as(_either, _plain, static=2)

@@ -17,7 +17,7 @@ from jaxops._lib.pallas.masked_pallas import load, store
 from jaxops._lib.planning.costs import bytes_of
 from jaxops._lib.planning.traced_once import traced_once
 from jaxops.ops.cached_attention.plan import FEWEST, Tiles
-from jaxops.ops.cached_attention.xla import How
+from jaxops.ops.cached_attention.xla import Options
 
 LOG2_E = math.log2(math.e)  # the GPU has 2 ** x, not e ** x
 NONE = -3e38  # a part's largest score before its first one: with -inf, a part without tokens would be NaN
@@ -55,7 +55,7 @@ def _heads(ref: dict, b: jax.Array, head: jax.Array, inside: jax.Array, weight: 
     return jnp.where(inside[:, None], x, 0.0)
 
 
-def _part_kernel(ref: dict, *, how: How, parts: int, block: int):
+def _part_kernel(ref: dict, *, options: Options, parts: int, block: int):
     """Scores are in powers of 2. Part 0 begins with the token itself, and with the sinks."""
     _, K, S, H = ref["k_cache"].shape
     N, dtype = ref["qkv"].shape[1] - 2 * K, ref["k_cache"].dtype
@@ -65,7 +65,7 @@ def _part_kernel(ref: dict, *, how: How, parts: int, block: int):
     row, column = jnp.arange(heads, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
     at, first = plgpu.load(ref["at"].at[b]), plgpu.load(ref["first"].at[b])
     inside, head, column_in = (at >= 0) & (at < S), kv_head * group + row, column < H
-    heads_of = functools.partial(_heads, ref, b, epsilon=how.epsilon)
+    heads_of = functools.partial(_heads, ref, b, epsilon=options.epsilon)
     mine = (row < group) & inside
     q = heads_of(head, mine, "q_weight").astype(dtype)
     # Every row of these is the same head.
@@ -73,7 +73,7 @@ def _part_kernel(ref: dict, *, how: How, parts: int, block: int):
     k = heads_of(same, every, "k_weight").astype(dtype)
     v = load(ref["qkv"], (b, (same + K)[:, None], column[None, :]), every[:, None] & column_in[None, :]).astype(dtype)
 
-    own = how.scale * LOG2_E * jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=1)
+    own = options.scale * LOG2_E * jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=1)
     top, total = own, jnp.ones((heads,), jnp.float32)
     if "sinks" in ref:
         sinks = load(ref["sinks"], (head,), mine)
@@ -89,7 +89,7 @@ def _part_kernel(ref: dict, *, how: How, parts: int, block: int):
     )
 
     def dot(a, b, **more):
-        return plgpu.dot(a.astype(how.compute), b.astype(how.compute), precision=how.precision, **more)
+        return plgpu.dot(a.astype(options.compute), b.astype(options.compute), precision=options.precision, **more)
 
     def step(i, carry):
         mixed, top, total = carry
@@ -99,7 +99,7 @@ def _part_kernel(ref: dict, *, how: How, parts: int, block: int):
             load(ref[name], (b, kv_head, token[:, None], column[None, :]), seen[:, None] & column_in[None, :])
             for name in ("k_cache", "v_cache")
         )
-        scores = how.scale * LOG2_E * dot(q, k, trans_b=True)
+        scores = options.scale * LOG2_E * dot(q, k, trans_b=True)
         scores = jnp.where(seen[None, :], scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         p, before = jnp.exp2(scores - new_top[:, None]), jnp.exp2(top - new_top)
@@ -137,8 +137,10 @@ def _sum_kernel(ref: dict):
     store(ref["out"], (b, head, column), jnp.sum(share[:, None] * mixed, axis=0), column < H)
 
 
-@traced_once("tiles", "how", "interpret")
-def cached_pallas(tiles: Tiles, how: How, operands: dict, *, interpret: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+@traced_once("tiles", "options", "interpret")
+def cached_pallas(
+    tiles: Tiles, options: Options, operands: dict, *, interpret: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(out [B, N, H], the caches), which are written in place where the given ones are used no more. No size is 0.
 
     Args:
@@ -147,16 +149,16 @@ def cached_pallas(tiles: Tiles, how: How, operands: dict, *, interpret: bool) ->
     qkv, k_cache, v_cache, at = (operands[name] for name in ("qkv", "k_cache", "v_cache", "at"))
     B, K, S, H = k_cache.shape
     N = qkv.shape[1] - 2 * K
-    seen = how.seen(S)
+    seen = options.seen(S)
     parts = min(tiles.parts, pl.cdiv(seen, tiles.block))
     struct = functools.partial(out_struct, like=qkv)
     out = {"out": struct((B, N, H), qkv.dtype)}
     sums = {"mixed": struct((parts, B, N, H), jnp.dtype("float32"))}
     sums |= {name: struct((parts, B, N), jnp.dtype("float32")) for name in ("top", "total")}
     caches = {"new_k_cache": struct(k_cache.shape, k_cache.dtype), "new_v_cache": struct(v_cache.shape, v_cache.dtype)}
-    first = jnp.zeros_like(at) if how.window is None else jnp.maximum(at - how.window, 0)
-    found = launch_named(
-        functools.partial(_part_kernel, how=how, parts=parts, block=tiles.block),
+    first = jnp.zeros_like(at) if options.window is None else jnp.maximum(at - options.window, 0)
+    results = launch_named(
+        functools.partial(_part_kernel, options=options, parts=parts, block=tiles.block),
         operands | {"first": first},
         (out if parts == 1 else sums) | caches,
         aliases={"k_cache": "new_k_cache", "v_cache": "new_v_cache"},
@@ -169,9 +171,9 @@ def cached_pallas(tiles: Tiles, how: How, operands: dict, *, interpret: bool) ->
         interpret=interpret,
     )
     if parts > 1:
-        found |= launch_named(
+        results |= launch_named(
             _sum_kernel,
-            {name: found[name] for name in sums},
+            {name: results[name] for name in sums},
             out,
             grid=(B * N,),
             warps=8 if parts > 64 else 4 if parts > 8 else 1,
@@ -179,4 +181,4 @@ def cached_pallas(tiles: Tiles, how: How, operands: dict, *, interpret: bool) ->
             flops=2 * parts * B * N * H,
             interpret=interpret,
         )
-    return found["out"], found["new_k_cache"], found["new_v_cache"]
+    return results["out"], results["new_k_cache"], results["new_v_cache"]

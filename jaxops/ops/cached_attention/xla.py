@@ -12,7 +12,7 @@ from jaxops._lib.planning.traced_once import traced_once
 Attended = tuple[jax.Array, jax.Array, jax.Array]  # the result and the two caches
 
 
-class How(NamedTuple):
+class Options(NamedTuple):
     """What a call computes, as far as it is static.
 
     Attributes:
@@ -31,8 +31,8 @@ class How(NamedTuple):
         return S if self.window is None else min(S, self.window + 1)
 
 
-@traced_once("how")
-def cached_xla(how: How, qkv, k_cache, v_cache, at, sinks, qk_norm, rotary) -> Attended:
+@traced_once("options")
+def cached_xla(options: Options, qkv, k_cache, v_cache, at, sinks, qk_norm, rotary) -> Attended:
     (B, _, H), (_, K, S, _) = qkv.shape, k_cache.shape
     N = qkv.shape[1] - 2 * K
     inside = (at >= 0) & (at < S)
@@ -40,7 +40,7 @@ def cached_xla(how: How, qkv, k_cache, v_cache, at, sinks, qk_norm, rotary) -> A
     own = jnp.where(inside[:, None, None], qkv, 1).astype(jnp.float32)
     q, k, v = jnp.split(own, [N, N + K], axis=1)
     if qk_norm is not None:
-        q, k = (_normalized(x, weight, how.epsilon) for x, weight in zip((q, k), qk_norm, strict=True))
+        q, k = (_normalized(x, weight, options.epsilon) for x, weight in zip((q, k), qk_norm, strict=True))
     if rotary is not None:
         q, k = (_rotated(x, *rotary) for x in (q, k))
     q, k, v = (x.astype(k_cache.dtype) for x in (q, k, v))
@@ -48,18 +48,18 @@ def cached_xla(how: How, qkv, k_cache, v_cache, at, sinks, qk_norm, rotary) -> A
     k_cache, v_cache = k_cache.at[place].set(k, mode="drop"), v_cache.at[place].set(v, mode="drop")
     token = jnp.arange(S, dtype=jnp.int32)[None, :]
     seen = (token <= at[:, None]) & inside[:, None]
-    if how.window is not None:
-        seen &= token >= at[:, None] - how.window
+    if options.window is not None:
+        seen &= token >= at[:, None] - options.window
     seen = seen[:, None, :, None]  # of [B, K, S, H]
     keys, values = (jnp.where(seen, cache, 0) for cache in (k_cache, v_cache))
     q = jnp.where(inside[:, None, None], q, 0).reshape(B, K, N // max(K, 1), H)
 
     def product(equation: str, *operands: jax.Array) -> jax.Array:
-        operands = tuple(x.astype(how.compute) for x in operands)
-        return jnp.einsum(equation, *operands, precision=how.precision, preferred_element_type=jnp.float32)
+        operands = tuple(x.astype(options.compute) for x in operands)
+        return jnp.einsum(equation, *operands, precision=options.precision, preferred_element_type=jnp.float32)
 
     seen = jnp.swapaxes(seen, 2, 3)
-    scores = jnp.where(seen, how.scale * product("bkgd,bksd->bkgs", q, keys), -math.inf)
+    scores = jnp.where(seen, options.scale * product("bkgd,bksd->bkgs", q, keys), -math.inf)
     row_in = inside[:, None, None, None]
     top = jnp.where(row_in, jnp.max(scores, axis=3, keepdims=True, initial=-math.inf), 0)
     if sinks is not None:

@@ -141,8 +141,8 @@ def packed_attention(
     if plan.backend == "cudnn":
         # Without a crowd, rows of `longest` take up to 12 % more time than one row of all (H200, 2026-11-24).
         row = T if longest is None or crowd is None else min(longest, T)
-        how = {"causal": causal, "scale": factor, "longest": row, "crowd": crowd or B}
-        return _cudnn(arrays, sequence_offsets, **how)
+        options = {"causal": causal, "scale": factor, "longest": row, "crowd": crowd or B}
+        return _cudnn(arrays, sequence_offsets, **options)
     pairs = most_pairs(T=T, S=S, causal=causal, window=window, free=visible_until is not None, longest=longest)
     spec = Spec(factor, precision, longest, pairs)
     out = _call(spec, plan, False, *(x.astype(compute) for x in arrays[:3]), *arrays[3:])[0]
@@ -184,12 +184,12 @@ def _check_visible_until(visible_until, T: int, causal: bool) -> None:
         raise ValueError(f"visible_until and causal=True both say where each row's keys end; {hint}")
 
 
-def _cudnn(arrays: Arrays, sequence_offsets: jax.Array, **how: Any) -> jax.Array:
+def _cudnn(arrays: Arrays, sequence_offsets: jax.Array, **options: Any) -> jax.Array:
     q, k, v, first, end, _ = arrays
     # Rows in a sequence see themselves, and queries and keys are the same rows.
     inside = (first < end)[:, None, None]
     q, k, v = (jnp.where(inside, x, 0) for x in (q, k, v))
-    out = named(functools.partial(attend_cudnn, **how), "attention.cudnn")(q, k, v, sequence_offsets)
+    out = named(functools.partial(attend_cudnn, **options), "attention.cudnn")(q, k, v, sequence_offsets)
     return jnp.where(inside, out, 0)
 
 
@@ -227,8 +227,8 @@ def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> t
     assert plan.dkv is not None
     sees = (arrays.first < arrays.end)[:, None, None]
     products = jnp.where(sees, out.astype(jnp.float32) * dout.astype(jnp.float32), 0)
-    given, how = (arrays, dout, lse, jnp.sum(products, axis=2).T), {"interpret": plan.on.interpret}
-    return dq_pallas(spec, plan.dq, *given, **how), *dkv_pallas(spec, plan.dkv, *given, **how)
+    given, launch = (arrays, dout, lse, jnp.sum(products, axis=2).T), {"interpret": plan.on.interpret}
+    return dq_pallas(spec, plan.dq, *given, **launch), *dkv_pallas(spec, plan.dkv, *given, **launch)
 
 
 def _plain_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, jax.Array, jax.Array]:

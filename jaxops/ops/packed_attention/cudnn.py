@@ -16,10 +16,10 @@ _NAMES = ("MaskType", "dot_product_attention")
 def _private() -> Any:
     """JAX's module, or None where a version of JAX has it no more."""
     try:
-        found = importlib.import_module(_MODULE)
+        module = importlib.import_module(_MODULE)
     except ImportError:
         return None
-    return found if all(hasattr(found, name) for name in _NAMES) else None
+    return module if all(hasattr(module, name) for name in _NAMES) else None
 
 
 def cudnn_cannot(dtype: str, head_dim: int, *, plain: bool, device: Device) -> str:

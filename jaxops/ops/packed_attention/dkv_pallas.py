@@ -67,7 +67,7 @@ def dkv_pallas(
     (_, N, H), (S, K, _) = arrays.q.shape, arrays.k.shape
     seen = blocks_that_see(arrays.first, arrays.end, S=S, bq=tiles.bq, bk=tiles.bk)
     like = out_struct((S, K, H), arrays.k.dtype, like=arrays.k)
-    found = launch_named(
+    gradients = launch_named(
         functools.partial(_dkv_kernel, spec=spec, tiles=tiles),
         arrays._asdict() | {"dout": dout, "lse": lse, "along": along, "blocks": seen.ravel()},
         {"dk": like, "dv": like},
@@ -78,4 +78,4 @@ def dkv_pallas(
         name="packed_attention_dkv",
         flops=4 * 2 * spec.pairs * N * H,  # four products
     )
-    return found["dk"], found["dv"]
+    return gradients["dk"], gradients["dv"]

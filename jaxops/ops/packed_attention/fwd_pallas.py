@@ -60,7 +60,7 @@ def forward_pallas(spec: Spec, tiles: Tiles, arrays: Arrays, *, save: bool, inte
     T, N, H = arrays.q.shape
     struct = functools.partial(out_struct, like=arrays.q)
     out = {"out": struct((T, N, H), arrays.q.dtype)} | ({"lse": struct((N, T), jnp.dtype("float32"))} if save else {})
-    found = launch_named(
+    results = launch_named(
         functools.partial(_fwd_kernel, spec=spec, tiles=tiles),
         arrays._asdict(),
         out,
@@ -71,4 +71,4 @@ def forward_pallas(spec: Spec, tiles: Tiles, arrays: Arrays, *, save: bool, inte
         name="packed_attention_fwd",
         flops=2 * 2 * spec.pairs * N * H,  # two products
     )
-    return tuple(found.values())
+    return tuple(results.values())

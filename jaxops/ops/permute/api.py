@@ -156,15 +156,15 @@ def check_routing(routing: Routing, *, weights: bool = True) -> Routing:
             raise TypeError(f"routing.{name} is {array.dtype}; write routing.{name}.astype(jnp.int32).")
     check_offsets(routing.group_offsets, "routing.group_offsets")
     if len(positions.shape) != 2:
-        found = f"routing.row_positions has shape {tuple(positions.shape)}"
-        raise ValueError(f"{found}; it must be [T, k]. For a stack of routings, use jax.vmap.")
+        given = f"routing.row_positions has shape {tuple(positions.shape)}"
+        raise ValueError(f"{given}; it must be [T, k]. For a stack of routings, use jax.vmap.")
     T, k = positions.shape
     if tuple(indices.shape) != (T * k,):
-        found = f"routing.row_indices has shape {tuple(indices.shape)}"
-        raise ValueError(f"{found}; it must be [T * k] = ({T * k},), as row_positions are {(T, k)}.")
+        given = f"routing.row_indices has shape {tuple(indices.shape)}"
+        raise ValueError(f"{given}; it must be [T * k] = ({T * k},), as row_positions are {(T, k)}.")
     if T * k >= _MAX_ROWS:
-        found = f"{T} tokens with {k} choices are {T * k} rows"
-        raise ValueError(f"{found}; fewer than 2**31 are possible (int32 row numbers): take the tokens in parts.")
+        given = f"{T} tokens with {k} choices are {T * k} rows"
+        raise ValueError(f"{given}; fewer than 2**31 are possible (int32 row numbers): take the tokens in parts.")
     fields = {"row_positions": positions, "row_indices": indices, "group_offsets": routing.group_offsets}
     if not weights:
         return partial_routing(**fields)
@@ -216,7 +216,7 @@ def _combine_bwd(plan: Plan, out_dtype: str, residuals, dout: jax.Array):
 
 
 def _gradients_forward(plan: Plan, rows: jax.Array, routing: Routing, dout: jax.Array) -> Any:
-    """Of `_combine`: drows in rows' dtype, and dweights."""
+    """The gradients of `_combine`: drows in rows' dtype, and dweights."""
     if plan.backend == "xla" or rows.size == 0:
         return combine_bwd_xla(rows, routing, dout)
     assert plan.combine_bwd is not None  # make_plan fills it

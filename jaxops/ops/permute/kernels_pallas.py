@@ -86,7 +86,7 @@ class Choices:
         return plgpu.load(self._at(ref), mask=mask, other=0)
 
     def store(self, ref, values: jax.Array) -> None:
-        """Into ref [T, k]."""
+        """Stores into ref [T, k]."""
         plgpu.store(self._at(ref), values, mask=self.exists)
 
 
@@ -110,7 +110,7 @@ class Tokens:
 
     @classmethod
     def and_columns(cls, D: int, tile: Tiles, positions_ref, offsets_ref) -> tuple["Tokens", Columns]:
-        """Of a program in a grid over tokens and chunks of columns, chunks fastest."""
+        """The tokens and columns of a program in a grid over tokens and chunks of columns, chunks fastest."""
         chunks = pl.cdiv(D, tile.block)
         columns = Columns.of_chunk(pl.program_id(0) % chunks, D, tile.block)
         return cls.of_program(pl.program_id(0) // chunks, tile, positions_ref, offsets_ref), columns
@@ -145,12 +145,12 @@ class Tokens:
             columns.store(ref, jnp.where(outside, row, R), outside, jnp.zeros((1, 1, 1), ref.dtype))
 
 
-def _launch(kernel, tile: Tiles, routing: Routing, *operands: jax.Array, chunks: int, **how) -> Any:
+def _launch(kernel, tile: Tiles, routing: Routing, *operands: jax.Array, chunks: int, **options) -> Any:
     """`launch` of kernel(row_positions_ref, group_offsets_ref, operands' refs, results' refs) over all tokens, and for
     each over chunks of columns."""
     operands = (routing.row_positions, routing.group_offsets, *operands)
     grid = (pl.cdiv(routing.row_positions.shape[0], tile.rows) * chunks,)
-    return launch(functools.partial(kernel, tile=tile), *operands, grid=grid, warps=tile.warps, **how)
+    return launch(functools.partial(kernel, tile=tile), *operands, grid=grid, warps=tile.warps, **options)
 
 
 def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tiles, clear: bool):
@@ -197,10 +197,10 @@ def combine_pallas(tile: Tiles, rows: jax.Array, routing: Routing, out_dtype, *,
     operands, name, each = (
         ((rows,), "permute_bwd", 1) if routing.weights is None else ((routing.weights, rows), "combine", 2)
     )
-    how: dict[str, Any] = {"flops": each * rows.size, "interpret": interpret, "name": name}
+    options: dict[str, Any] = {"flops": each * rows.size, "interpret": interpret, "name": name}
     chunks = pl.cdiv(rows.shape[1], tile.block)
     out = out_struct((routing.row_positions.shape[0], rows.shape[1]), out_dtype, like=rows)
-    return _launch(_combine_kernel, tile, routing, *operands, chunks=chunks, out=out, **how)
+    return _launch(_combine_kernel, tile, routing, *operands, chunks=chunks, out=out, **options)
 
 
 def _combine_bwd_kernel(
@@ -239,5 +239,5 @@ def combine_bwd_pallas(
     operands = routing.weights, dout, rows
     out = [out_struct(x.shape, x.dtype, like=rows) for x in (rows, routing.weights)]
     # An element of a row: 2 for the dot product that is its weight's gradient, 1 for its own gradient.
-    how: dict[str, Any] = {"flops": 3 * rows.size, "interpret": interpret, "name": "combine_bwd"}
-    return _launch(_combine_bwd_kernel, tile, routing, *operands, chunks=1, out=out, **how)
+    options: dict[str, Any] = {"flops": 3 * rows.size, "interpret": interpret, "name": "combine_bwd"}
+    return _launch(_combine_bwd_kernel, tile, routing, *operands, chunks=1, out=out, **options)

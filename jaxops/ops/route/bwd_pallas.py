@@ -31,7 +31,7 @@ def _bwd_kernel(ref: dict, *, spec: Spec, tile: Tiles):
     def body(row, exists, carry):
         row_in = counted(ref, row, exists)
         logits = columns.load(ref["logits"], row, row_in)
-        found = Scores.of(logits, spec)
+        row_scores = Scores.of(logits, spec)
 
         def add_choice(j, carry):
             dweights, member = carry
@@ -46,12 +46,12 @@ def _bwd_kernel(ref: dict, *, spec: Spec, tile: Tiles):
 
         def through(dvalues, values, small):
             """Splits a gradient of values: that of the scores, and that of the logits where values are not scores."""
-            found = 0.0 if direct is None else direct
-            return jnp.where(small, 0.0, dvalues), found + jnp.where(small, dvalues * values, 0.0)
+            so_far = 0.0 if direct is None else direct
+            return jnp.where(small, 0.0, dvalues), so_far + jnp.where(small, dvalues * values, 0.0)
 
         if spec.normalize:
             # A dropped choice has weight 0, but its score is in the sum that normalizes the others.
-            values, small = found.summable(found.scores, jnp.where(member, logits, -jnp.inf), spec)
+            values, small = row_scores.summable(row_scores.scores, jnp.where(member, logits, -jnp.inf), spec)
             sums = jnp.sum(jnp.where(member, values, 0.0), axis=1, keepdims=True) + TINY
             mean = jnp.sum(dscores * values, axis=1, keepdims=True) / sums
             dscores = jnp.where(member, (dscores - mean) / sums, 0.0)
@@ -59,13 +59,15 @@ def _bwd_kernel(ref: dict, *, spec: Spec, tile: Tiles):
                 dscores, direct = through(dscores, values, small)
         if spec.score == "softmax":
             dscores = dscores + dshare
-            mean = jnp.sum(found.softmax * dscores, axis=1, keepdims=True)
-            dlogits = found.softmax * (dscores - mean + dz * found.logsumexp)
+            mean = jnp.sum(row_scores.softmax * dscores, axis=1, keepdims=True)
+            dlogits = row_scores.softmax * (dscores - mean + dz * row_scores.logsumexp)
         else:
-            dvalues = (dshare - jnp.sum(found.share * dshare, axis=1, keepdims=True)) / found.total
-            dvalues, direct = through(dvalues, found.values, found.small)
+            dvalues = (dshare - jnp.sum(row_scores.share * dshare, axis=1, keepdims=True)) / row_scores.total
+            dvalues, direct = through(dvalues, row_scores.values, row_scores.small)
             dscores = dscores + dvalues
-            dlogits = dscores * found.scores * (1 - found.scores) + found.softmax * (dz * found.logsumexp)
+            dlogits = dscores * row_scores.scores * (1 - row_scores.scores) + row_scores.softmax * (
+                dz * row_scores.logsumexp
+            )
         if direct is not None:
             dlogits = dlogits + direct
         if "mask" in ref:
@@ -88,7 +90,7 @@ def backward_pallas(
     if spec.capacity is not None:
         operands["row_positions"] = routing.row_positions
     kernel, out = functools.partial(_bwd_kernel, spec=spec, tile=tile), out_struct(logits.shape, logits.dtype, logits)
-    how: dict = {"grid": (pl.cdiv(logits.shape[0], tile.rows),), "warps": tile.warps, "interpret": interpret}
+    options: dict = {"grid": (pl.cdiv(logits.shape[0], tile.rows),), "warps": tile.warps, "interpret": interpret}
     # A logit: about 8 for its scores, a comparison with each choice, 6 for its gradient.
     flops = logits.size * (8 + spec.k + 6)
-    return launch_named(kernel, operands, {"dlogits": out}, **how, name="route_bwd", flops=flops)["dlogits"]
+    return launch_named(kernel, operands, {"dlogits": out}, **options, name="route_bwd", flops=flops)["dlogits"]

@@ -66,8 +66,8 @@ def _choose(ref: dict, spec: Spec, tile: Tiles, columns: Columns) -> tuple[jax.A
     def body(row, exists, sums):
         row_in = counted(ref, row, exists)
         logits = columns.load(ref["logits"], row, row_in)
-        found = Scores.of(logits, spec)
-        biased = found.values if bias is None else found.scores + bias
+        row_scores = Scores.of(logits, spec)
+        biased = row_scores.values if bias is None else row_scores.scores + bias
         keys = keys_of(logits if bias is None else biased)
         if not columns.full:
             keys = jnp.where(columns.inside, keys, GONE)
@@ -82,9 +82,9 @@ def _choose(ref: dict, spec: Spec, tile: Tiles, columns: Columns) -> tuple[jax.A
         left, chosen = lax.fori_loop(0, k, choose, (keys, jnp.zeros((row.shape[0], power_of_2(k)), jnp.int32)))
         mask, stored = row_in & (choice < k), exists & (choice < k)
         chosen_logits = plgpu.load(ref["logits"].at[row, chosen], mask=mask, other=0.0).astype(jnp.float32)
-        weights = jnp.where(mask, found.score_of(chosen_logits, spec), 0.0)
+        weights = jnp.where(mask, row_scores.score_of(chosen_logits, spec), 0.0)
         if spec.normalize:
-            values, small = found.summable(weights, jnp.where(mask, chosen_logits, -jnp.inf), spec)
+            values, small = row_scores.summable(weights, jnp.where(mask, chosen_logits, -jnp.inf), spec)
             weights = values if small is None else jnp.where(mask, values, 0.0)
             weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + TINY)
         chosen = jnp.where(row_in, chosen, choice) if "mask" in ref else chosen
@@ -95,8 +95,8 @@ def _choose(ref: dict, spec: Spec, tile: Tiles, columns: Columns) -> tuple[jax.A
         chose = (row_in & (keys != GONE) & (left == GONE)).astype(jnp.int32)
         counts, shares, z = sums
         counts = counts + jnp.sum(chose, axis=0, keepdims=True, dtype=jnp.int32)
-        shares = shares + jnp.sum(jnp.where(row_in, found.share, 0.0), axis=0, keepdims=True)
-        z = z + jnp.sum(jnp.where(row_in, found.logsumexp * found.logsumexp, 0.0), axis=0, keepdims=True)
+        shares = shares + jnp.sum(jnp.where(row_in, row_scores.share, 0.0), axis=0, keepdims=True)
+        z = z + jnp.sum(jnp.where(row_in, row_scores.logsumexp * row_scores.logsumexp, 0.0), axis=0, keepdims=True)
         return counts, shares, z
 
     shape = (1, columns.width)
@@ -192,7 +192,7 @@ def _assign(ref: dict, spec: Spec, tile: Tiles, before: jax.Array, load: jax.Arr
 
 
 def _store_losses(ref: dict, load: jax.Array, shares: jax.Array, z: jax.Array) -> None:
-    """From sums over all tokens, as `_choose` returns them."""
+    """Stores both losses, from sums over all tokens as `_choose` returns them."""
     (T, k), E = ref["experts"].shape, ref["load"].shape[0]
     one = jnp.zeros((1, 1), jnp.int32)
     tokens = jnp.sum(load, axis=1, keepdims=True, dtype=jnp.int32) // k if "mask" in ref else None
@@ -240,9 +240,9 @@ def forward_pallas(
     def array(*shape: int, dtype="int32") -> jax.ShapeDtypeStruct:
         return out_struct(shape, jnp.dtype(dtype), like=logits)
 
-    def run(name: str, kernel, operands: dict, out: dict, *, flops, programs=tiles, warps=tile.warps, **how) -> dict:
-        how |= {"grid": (programs,), "warps": warps, "interpret": interpret, "name": f"route_{name}", "flops": flops}
-        return launch_named(kernel, operands, out, **how)
+    def run(name: str, kernel, operands: dict, out: dict, *, programs=tiles, warps=tile.warps, **options) -> dict:
+        options |= {"grid": (programs,), "warps": warps, "interpret": interpret, "name": f"route_{name}"}
+        return launch_named(kernel, operands, out, **options)
 
     static: dict[str, Any] = {"spec": spec, "tile": tile}
     weights, scalar = array(T, k, dtype="float32"), array(1, dtype="float32")
@@ -256,7 +256,7 @@ def forward_pallas(
 
     if tiles == 1:
         kernel = functools.partial(_one_tile_kernel, interpret=interpret, **static)
-        found = run("fwd", kernel, operands, choices | {"load": array(E)} | rows, flops=choosing + assigning)
+        fields = run("fwd", kernel, operands, choices | {"load": array(E)} | rows, flops=choosing + assigning)
     else:
         out = choices | {"counts": array(tiles, E), "sums": array(tiles, E + 1, dtype="float32")}
         chosen = run("choose", functools.partial(_choose_kernel, **static), operands, out, flops=choosing)
@@ -273,8 +273,10 @@ def forward_pallas(
             operands["chosen_weights"], rows["weights"] = chosen["weights"], weights
             aliases = {"chosen_weights": "weights"}
         # chosen_weights are not read
-        how = {"aliases": aliases, "bytes_accessed": bytes_of(chosen["experts"], *summed.values(), *rows.values())}
-        assigned = run("place", functools.partial(_assign_kernel, **static), operands, rows, flops=assigning, **how)
-        found = {"weights": chosen["weights"], "experts": chosen["experts"], "load": summed["load"]} | assigned
+        in_place = {"aliases": aliases, "bytes_accessed": bytes_of(chosen["experts"], *summed.values(), *rows.values())}
+        assigned = run(
+            "place", functools.partial(_assign_kernel, **static), operands, rows, flops=assigning, **in_place
+        )
+        fields = {"weights": chosen["weights"], "experts": chosen["experts"], "load": summed["load"]} | assigned
 
-    return Routing(**found | {name: found[name].reshape(()) for name in ("aux_loss", "z_loss")})
+    return Routing(**fields | {name: fields[name].reshape(()) for name in ("aux_loss", "z_loss")})

@@ -41,7 +41,7 @@ def logits_pallas(x: jax.Array, kernel: jax.Array, *, interpret: bool) -> jax.Ar
     """x [T, D] @ float32 kernel [D, E], float32. No size is 0. Each token reads the whole kernel, from L2 but once."""
     (T, D), E = x.shape, kernel.shape[1]
     parts = min(_MOST_PARTS, pl.cdiv(D, _ROWS))
-    found = launch(
+    sums = launch(
         _kernel,
         x,
         kernel,
@@ -52,4 +52,4 @@ def logits_pallas(x: jax.Array, kernel: jax.Array, *, interpret: bool) -> jax.Ar
         name="router_logits",
         flops=2 * T * D * E,
     )
-    return sum_of_parts(found)
+    return sum_of_parts(sums)

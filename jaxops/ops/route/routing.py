@@ -45,8 +45,8 @@ class Routing:
     z_loss: jax.Array
 
     def own(self, experts: int, axis_name: str | tuple[str, ...]) -> "Routing":
-        """With the offsets of this device's experts, inside `jax.shard_map`: of `experts` on each device of axis_name.
-        Other devices' rows then lie outside all groups."""
+        """The routing with the offsets of this device's experts, inside `jax.shard_map`: of `experts` on each device of
+        axis_name. Other devices' rows then lie outside all groups."""
         first = lax.axis_index(axis_name) * experts
         offsets = lax.dynamic_slice_in_dim(self.group_offsets, first, experts + 1)
         return dataclasses.replace(self, group_offsets=offsets)

@@ -75,13 +75,13 @@ def _choose(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> 
 
 
 def _counted(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """In float32; zeros for tokens that do not count, so that what they hold reaches no result and no gradient."""
+    """The logits in float32; zeros for tokens that do not count, whose values then reach no result and no gradient."""
     logits = logits.astype(jnp.float32)
     return logits if mask is None else jnp.where(mask[:, None], logits, 0)
 
 
 def _summable(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Also the sums of the first result, [T, 1]."""
+    """`summable`, and the sums [T, 1] of its first result."""
     top, top_score = (jnp.max(x, axis=1, keepdims=True) for x in (logits, scores))
     values, small = summable(scores, logits, top, top_score)
     return values, small, jnp.sum(values, axis=1, keepdims=True) + TINY

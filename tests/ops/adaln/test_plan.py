@@ -45,12 +45,6 @@ def test_explicit_then_tuned_then_heuristic():
     assert (plan.fwd, plan.bwd) == (mark(2), heuristic("bwd", PROBLEM, H200))
 
 
-@pytest.mark.parametrize("save_stats", [False, True])
-def test_whole_explicit_plan_is_kept(save_stats):
-    plan = Plan("pallas", mark(2), mark(4), save_stats)
-    assert make_plan(PROBLEM, H200, [row(name, mark(8)) for name in PASSES], plan=plan) == plan
-
-
 @pytest.mark.parametrize(
     "change", [{"dtype": "float32"}, {"D": 1153}, {"gated": True}], ids=lambda c: "-".join(map(str, *c.items()))
 )
@@ -283,12 +277,3 @@ def test_fp8_lowers_for_an_h200(D, dtype):
     s = jax.ShapeDtypeStruct
     shapes = [s((512, D), "bfloat16"), s((5, D), "bfloat16"), s((5, D), "bfloat16"), s((6,), "int32")]
     assert kernels_of(lower_for_h200(lambda *args: jaxops.adaln(*args, out_dtype=dtype), *shapes)) == ["adaln_fwd"]
-
-
-def test_no_offsets_lower_for_an_h200():
-    s = jax.ShapeDtypeStruct
-    for rows in (1, 512):
-        text = lower_for_h200(
-            jaxops.adaln, s((512, 64), "bfloat16"), s((rows, 64), "bfloat16"), s((rows, 64), "bfloat16")
-        )
-        assert text.count(KERNEL) == 1

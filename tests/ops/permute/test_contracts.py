@@ -10,10 +10,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import jaxops
-from tests.arrays import put
 from tests.compare import assert_close
-from tests.ops.permute.cases import RUNS, SHARD, Variant, combine, compiled, make_case, permute
+from tests.ops.permute.cases import SHARD, Variant, combine, compiled, make_case, permute
 
 CASE = make_case(SHARD)
 ROUTING = dataclasses.replace(CASE["routing"], weights=jnp.nan_to_num(CASE["routing"].weights))
@@ -66,30 +64,3 @@ def test_shard_map_over_experts(run):
 def test_the_portable_backend_adds_without_scatter():
     """Whose order is anyone's on a GPU."""
     assert "scatter-add" not in str(jax.make_jaxpr(compiled("xla", SHARD))(CASE))
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_with_route_and_a_grouped_product(run):
-    """A layer of experts with a capacity: results and all gradients equal those of each token's experts, one by one."""
-    T, D, E, k = SHARD.T, 4, 6, SHARD.k
-    x, w, logits = (
-        put(np.random.default_rng(i).normal(size=size), jnp.float32)
-        for i, size in enumerate(((T, D), (E, D, 5), (T, E)))
-    )
-
-    def experts(x, w, logits):
-        routing = jaxops.route(logits, k, capacity=5)
-        rows = jaxops.grouped_matmul(
-            permute(SHARD, run, x, routing), w, routing.group_offsets, precision="highest", backend="xla"
-        )
-        return combine(SHARD, run, rows, routing)
-
-    def one_by_one(x, w, logits):
-        routing = jaxops.route(logits, k, capacity=5)
-        chosen = jnp.sum(jax.nn.one_hot(routing.experts, E) * routing.weights[:, :, None], axis=1)
-        return jnp.einsum("te,td,edn->tn", chosen, x, w, precision="highest")
-
-    losses = [lambda *operands, f=f: jnp.sum(jnp.sin(f(*operands))) for f in (experts, one_by_one)]
-    got, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(x, w, logits) for f in losses)
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-    assert_all_close(got[1], want[1], scale=5)

@@ -4,7 +4,6 @@ import dataclasses
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import jaxops
@@ -101,10 +100,3 @@ def test_candidates_lower_for_an_h200(D):
     )
     for tile in found[::13]:
         assert len(lowered(4096, D, 8, plan=Plan("pallas", tile, tile, tile))) == 4
-
-
-def test_rows_come_from_a_router():
-    """The plan is found from what a Routing of shapes alone says."""
-    logits, x = jax.ShapeDtypeStruct((16, 4), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
-    rows = jax.eval_shape(lambda x, logits: jaxops.permute(x, jaxops.route(logits, 2)), x, logits)
-    assert (rows.shape, rows.dtype) == ((32, 8), jnp.bfloat16)

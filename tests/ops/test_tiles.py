@@ -1,0 +1,46 @@
+"""Tiles and plans that no kernel can have are errors that name the field, where they are made."""
+
+import pytest
+
+from jaxops.ops import adaln, packed_attention, permute, route
+
+# How tiles are made rightly, and what is wrong with others.
+RIGHT = {
+    route: {"rows": 16, "step": 4, "warps": 4},
+    permute: {"rows": 2, "block": 256, "choices": 8, "warps": 4},
+    adaln: {"rows": 16, "step": 1, "block": 128, "warps": 4},
+    packed_attention: {"bq": 16, "bk": 16, "warps": 4, "stages": 2},
+}
+POWER = "power of two"
+WRONG = [
+    (route, {"rows": 12}, POWER), (route, {"step": 0}, POWER), (route, {"step": 32}, r"at most Tiles\.rows=16"),
+    (permute, {"rows": 12}, POWER), (permute, {"block": 0}, POWER), (permute, {"choices": 3}, POWER),
+    (adaln, {"rows": 0}, POWER), (adaln, {"step": 3}, POWER), (adaln, {"step": -1}, POWER),
+    (adaln, {"block": 100}, POWER), (adaln, {"step": 32}, r"at most Tiles\.rows=16"),
+    (packed_attention, {"bq": 24}, "power of two and at least 16"), (packed_attention, {"bk": 8}, "at least 16"),
+    (packed_attention, {"warps": 16}, "at most 8"), (packed_attention, {"stages": 0}, ""),
+    *((op, {"warps": 6}, POWER) for op in (route, permute, adaln)),
+    *((op, {"warps": 64}, "at most 32") for op in (route, permute, adaln)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "change", "says"), WRONG, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_wrong_tiles(op, change, says):
+    op.Tiles(**RIGHT[op])
+    ((field, value),) = change.items()
+    with pytest.raises(ValueError, match=rf"Tiles\.{field}={value}\b.*{says}"):
+        op.Tiles(**RIGHT[op] | change)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (("xla", "flash"), r"Plan\.way='flash': write 'dense', 'banded', 'blocks' or None"),
+        (("pallas", "dense"), r"Plan\.way='dense' is of 'xla', and Plan\.backend is 'pallas'"),
+        (("cudnn", None, 8), r"Plan\.block=8 is of 'xla'"),
+        (("xla", None, 0), r"Plan\.block=0 must be at least 1"),
+    ],
+)
+def test_wrong_plans(plan, says):
+    with pytest.raises(ValueError, match=says):
+        packed_attention.Plan(**dict(zip(("backend", "way", "block"), plan, strict=False)))

@@ -141,80 +141,9 @@ def test_leading_axes():
     np.testing.assert_array_equal(y.reshape(-1, D), flat)
 
 
-def over_experts(layer, params, x: jax.Array):
-    """((loss, results), gradients); layer gives results and the balancing loss."""
-
-    def loss(params, x):
-        y, aux_loss = layer(params, x)
-        return jnp.sum(jnp.sin(y)) + aux_loss, y
-
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
-
-
-X = tokens(T - 2, D)  # an odd number for each of two devices
-MASK = np.arange(T - 2) % 11 < np.where(np.arange(T - 2) < 11, 4, 9)  # 4 of the first device's count, and 9
-
-
-@functools.cache
-def on_one_device(masked: bool):
-    """With a mask of the tokens that count alone."""
-    graphdef, params = nnx.split(make())
-    some = np.flatnonzero(MASK) if masked else np.arange(len(X))
-
-    def all_experts(params, x):
-        y, routing = nnx.merge(graphdef, params)(x[some])
-        return jnp.zeros_like(x).at[some].set(y), routing.aux_loss
-
-    return params, over_experts(all_experts, params, X)
-
-
-@pytest.mark.parametrize(("pieces", "masked"), [(None, False), (1, False), (2, False), (None, True), (2, True)])
-def test_shard_map_over_experts(pieces, masked):
-    """Each device has a share of the experts, and with pieces of the tokens; 2 pieces do not divide its 11. Results and
-    gradients equal those of one device, which with a mask has only the tokens that count."""
-    if jax.device_count() < 2:
-        pytest.skip("needs several devices")
-    mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    layer = make(expert_axis="expert", gather_tokens=pieces is not None)
-    layer.pieces = pieces or 1
-    (params, want), (graphdef, _) = on_one_device(masked), nnx.split(layer)
-    rows = P("expert") if pieces else P()
-    specs = jax.tree.map_with_path(
-        lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
-    )
-
-    def shard(params, x, mask):
-        y, routing = nnx.merge(graphdef, params)(x, mask if masked else None)
-        return y, lax.pmean(routing.aux_loss, "expert")
-
-    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(specs, rows, rows), out_specs=(rows, P()))
-    got = over_experts(lambda params, x: sharded(params, x, put(MASK)), params, X)
-    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=5)
-
-
-def test_gathered_tokens_in_bfloat16():
-    """Two devices' results are rounded and then added: within the error of one rounding each."""
-    mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    (alone, params), (graphdef, _) = (
-        nnx.split(make(dtype=jnp.bfloat16, **how)) for how in ({}, {"expert_axis": "expert", "gather_tokens": True})
-    )
-    x, wide = tokens(), nnx.split(make(dtype=jnp.float32))[0]
-    specs = jax.tree.map_with_path(
-        lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
-    )
-    split = jax.shard_map(
-        lambda params, x: nnx.merge(graphdef, params)(x)[0],
-        mesh=mesh,
-        in_specs=(specs, P("expert")),
-        out_specs=P("expert"),
-    )
-    got, once, want = (
-        np.asarray(jax.jit(f)(params, x), np.float32)
-        for f in (split, *(lambda params, x, g=g: nnx.merge(g, params)(x)[0] for g in (alone, wide)))
-    )
-    assert_close(got, want, "bfloat16", scale=2)
-    assert np.mean((got - want) ** 2) < 2 * np.mean((once - want) ** 2)
+def test_gather_tokens_needs_an_axis():
+    with pytest.raises(ValueError, match="gather_tokens=True needs expert_axis"):
+        make(gather_tokens=True)
 
 
 def test_pieces_need_choices_by_token():
@@ -307,6 +236,15 @@ def test_logits_are_no_tf32():
             assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
             assert {atom.aval.dtype for atom in (*product.invars, *product.outvars)} == {jnp.dtype("float32")}
     assert found == results
+
+
+def test_router_is_float32():
+    """Whatever the tokens' dtype: its choices are those of an unrounded product."""
+    router, x = Router(D, E, K, rngs=nnx.Rngs(0)), tokens(dtype=jnp.bfloat16)
+    with jax.default_matmul_precision("highest"):
+        logits = x.astype(jnp.float32) @ router.kernel[...]
+        got = router(x)
+    assert_close(got.weights, jaxops.route(logits, K).weights, "float32")
 
 
 def test_any_router():

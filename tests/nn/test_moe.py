@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 

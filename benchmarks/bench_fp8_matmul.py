@@ -8,15 +8,14 @@ fwd casts x and w in each call, fwd+bwd x, w and dy, inference x: its w is quant
 quantised operands by jaxops' kernel.
 
 Rows have `floor_us`: the products of operands quantised before, timed in the same run, plus the fewest bytes that the
-casts must move (fp8_products.cast_bytes) at the copy bandwidth. `of_floor` is floor_us / us_p50. `cast` is before the
-product or inside it; `chosen` says whether the plan chooses that cast.
+casts must move (fp8_products.cast_bytes) at the copy bandwidth. `of_floor` is floor_us / us_p50.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,6 @@ SMOKE = DenseShape(128, 256, 128)
 PASSES = ("fwd", "fwd+bwd", "inference", "gemm")
 PRODUCTS = {"fwd": ("fwd",), "inference": ("fwd",), "fwd+bwd": ("fwd", "dgrad", "wgrad")}
 DEFAULT_RECIPES = "tensorwise,rowwise,blockwise"
-CASTS: tuple[Literal["before", "inside"], ...] = ("before", "inside")
 PEERS = "xla_bf16,xla,torch_compile,deepgemm"
 
 
@@ -47,7 +45,6 @@ class Run(harness.Run):
     torch: dict[str, TorchProcess]
     torch_passes: list[str]
     backend: str
-    casts: list[Literal["before", "inside"]]
     xla_forms: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -118,7 +115,6 @@ def checked(name: str, program: Callable, args: tuple, inputs: Inputs, limits: s
         return checks.demand_right(*checks.linear_errors(tensors, *inputs.args), limits)
 
     compiled = harness.compile_fits(program, *args, cublas=True)
-    demand_cast(facts.get("cast", "before"), compiled[0], args)
     facts = {key: fact(compiled[0]) if callable(fact) else fact for key, fact in facts.items()}
     return harness.checked(name, compiled, args, check, **facts)
 
@@ -127,33 +123,21 @@ def problem_of(shape: DenseShape, recipe: str) -> Problem:
     return Problem(shape.M, shape.K, shape.N, recipe, jnp.dtype(DTYPE).name)
 
 
-def own_side(
-    run: Run, shape: DenseShape, recipe: Recipe, pass_name: str, cast: Literal["before", "inside"], inputs: Inputs
-) -> Side:
-    chosen = fp8_products.choose_plan(problem_of(shape, recipe.name), run.backend)
-    plan = fp8_products.choose_plan(problem_of(shape, recipe.name), run.backend, cast)
+def own_side(run: Run, shape: DenseShape, recipe: Recipe, pass_name: str, inputs: Inputs) -> Side:
+    plan = fp8_products.choose_plan(problem_of(shape, recipe.name), run.backend)
     amax = tuple(jnp.max(jnp.abs(tensor)).astype(jnp.float32) for tensor in (inputs.x, inputs.w))
-    facts = {"backend": plan.backend, "recipe": recipe.name, "cast": cast, "chosen": chosen.cast == cast}
+    cast = "inside" if plan.fwd is not None and plan.fwd.cast_lhs else "before"
+    facts: dict[str, Any] = {"backend": plan.backend, "recipe": recipe.name, "cast": cast}
     facts["kernels"] = fp8_products.kernels_of(plan, PRODUCTS[pass_name])
     w = fp8_products.quantize_for(recipe, "w", inputs.w) if pass_name == "inference" else inputs.w
     args = (inputs.x, w, inputs.dy, amax if recipe.delayed else None)
     program, limits = own_passes(recipe, plan)[pass_name], limits_of(recipe, pass_name)
-    return Side(recipe.name, True, checked(f"{recipe.name} {cast}", program, args, inputs, limits, **facts))
-
-
-def demand_cast(cast: str, compiled: Callable, args: tuple) -> None:
-    """
-    Raises:
-      NotImplementedError: no kernel casts inside, so the row would measure another cast.
-    """
-    launched = harness.kernels(compiled, *args) if cast == "inside" else []
-    if launched and not any("inside" in name for name, _ in launched):
-        raise NotImplementedError(f"no kernel casts inside: {', '.join(name for name, _ in launched)}")
+    return Side(recipe.name, True, checked(recipe.name, program, args, inputs, limits, **facts))
 
 
 def floor_side(run: Run, shape: DenseShape, recipe: Recipe, pass_name: str, inputs: Inputs) -> Side:
-    """Only the products of the plan that casts before them."""
-    plan = fp8_products.choose_plan(problem_of(shape, recipe.name), run.backend, "before")
+    """Only the products of the plan."""
+    plan = fp8_products.choose_plan(problem_of(shape, recipe.name), run.backend)
     tensors = {"x": inputs.x, "w": inputs.w, "dy": inputs.dy}
     q = {name: fp8_products.quantize_for(recipe, name, tensor) for name, tensor in tensors.items()}
     program, limits = fp8_products.gemms(recipe, PRODUCTS[pass_name], plan), limits_of(recipe, pass_name)
@@ -200,16 +184,15 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> Makers:
 
     tensorwise: one scale a tensor, sums over all of K in the tensor core, as cuBLASLt's. tensorwise promoted: partial
     sums of 128 in float32. blockwise: 1x128 by 128x128. blockwise wgrad: 1x128 by 1x128, x.T @ dy of the same shape.
-    blockwise inside: x in bfloat16, cast inside.
     """
 
     def own(recipe_name: str, label: str, pass_name: str, fast: bool) -> Side:
         recipe, problem = RECIPES[recipe_name], problem_of(shape, recipe_name)
-        plan = fp8_products.choose_plan(problem, run.backend, "before")
+        plan = fp8_products.choose_plan(problem, run.backend)
         tiles = fp8_products.own_tiles(problem, plan, pass_name)
         if pass_name in recipe.fast and not fast:  # sums in float32 need the tiles of a dgrad of the same shape
             same = problem_of(DenseShape(shape.M, shape.N, shape.K), recipe_name)
-            tiles = fp8_products.own_tiles(same, fp8_products.choose_plan(same, run.backend, "before"), "dgrad")
+            tiles = fp8_products.own_tiles(same, fp8_products.choose_plan(same, run.backend), "dgrad")
         plan = dataclasses.replace(plan, **{pass_name: tiles})
         recipe = dataclasses.replace(recipe, fast=frozenset({pass_name} if fast else ()))
         names = ("x", "w") if pass_name == "fwd" else ("x", "dy")
@@ -217,16 +200,6 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> Makers:
         program, args = fp8_products.gemms(recipe, (pass_name,), plan), (q, inputs.x, inputs.dy)
         facts = {"backend": plan.backend, "recipe": label, "kernels": fp8_products.kernels_of(plan, (pass_name,))}
         return Side(label, True, checked(label, program, args, inputs, limits_of(recipe, "fwd"), **facts))
-
-    def inside() -> Side:
-        label = "blockwise inside"
-        plan = fp8_products.choose_plan(problem_of(shape, "blockwise"), run.backend, "inside")
-        args = (inputs.x, fp8_products.quantize_for(RECIPES["blockwise"], "w", inputs.w))
-        program = lambda x, w: {"y": jaxops.fp8_matmul(x, w, recipe="blockwise", plan=plan)}
-        facts = {"backend": plan.backend, "recipe": label, "kernels": fp8_products.kernels_of(plan, ("fwd",))}
-        ready = checked(label, program, args, inputs, "fp8", cast="inside", **facts)
-        del ready.facts["cast"]
-        return Side(label, True, ready)
 
     def cublaslt() -> Side:
         q = {name: fp8_products.quantize_for(RECIPES["tensorwise"], name, getattr(inputs, name)) for name in ("x", "w")}
@@ -248,11 +221,8 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> Makers:
         "tensorwise promoted": lambda: own("tensorwise", "tensorwise promoted", "fwd", False),
         "blockwise": lambda: own("blockwise", "blockwise", "fwd", False),
         "blockwise wgrad": lambda: own("blockwise", "blockwise wgrad", "wgrad", False),
-        "blockwise inside": inside,
     }
     makers = {name: make for name, make in makers.items() if name.split()[0] in run.recipes}
-    if "inside" not in run.casts:
-        makers.pop("blockwise inside", None)
     if "xla_bf16" in run.peers:
         makers["xla_bf16"] = lambda: bf16_side("fwd", inputs)
     return makers | {"cublaslt": cublaslt}
@@ -261,9 +231,7 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> Makers:
 def linear_sides(run: Run, shape: DenseShape, pass_name: str, inputs: Inputs) -> Makers:
     makers: Makers = {}
     for recipe in (RECIPES[name] for name in run.recipes):
-        for cast in run.casts:
-            side = functools.partial(own_side, run, shape, recipe, pass_name, cast, inputs)
-            makers[f"{recipe.name} {cast}"] = side
+        makers[recipe.name] = functools.partial(own_side, run, shape, recipe, pass_name, inputs)
         products = functools.partial(floor_side, run, shape, recipe, pass_name, inputs)
         makers[f"{recipe.name} products"] = products
     peers = {"xla_bf16": lambda: bf16_side(pass_name, inputs), "xla": lambda: xla_side(run, pass_name, inputs)}
@@ -284,9 +252,7 @@ def measure_case(run: Run, shape: DenseShape, pass_name: str, inputs: Inputs) ->
             sides[name] = make()
         except Exception as error:
             harness.print_left_out(f"{name} at {label}", error)
-            # Not every recipe can be cast inside; any other failure of jaxops counts.
-            unsupported = name.endswith("inside") and isinstance(error, (NotImplementedError, ValueError))
-            run.left_out += name.split()[0] in RECIPES and not unsupported
+            run.left_out += name.split()[0] in RECIPES
     times = harness.interleave([side.ready.variant for side in sides.values()], run.rounds)
     run.left_out += sum(name not in times for name, side in sides.items() if side.own)
     flops = shape.flops * len(PRODUCTS.get(pass_name, ("fwd",)))
@@ -310,7 +276,7 @@ def measure_case(run: Run, shape: DenseShape, pass_name: str, inputs: Inputs) ->
 def floor_facts(
     run: Run, shape: DenseShape, pass_name: str, side: Side, t: harness.Times, times: dict[str, harness.Times]
 ) -> dict[str, float]:
-    """gemm_us: the products alone. Both casts have one floor: the fewest bytes of a cast before the product."""
+    """gemm_us: the products alone."""
     products = times.get(f"{side.recipe} products")
     if not side.own or products is None:
         return {}
@@ -326,7 +292,6 @@ def main(
     peers: str = typer.Option(PEERS, help='"" for none.'),
     torch_passes: str = typer.Option("fwd", help="Of torch; fwd+bwd compiles for some seconds a shape."),
     backend: str = typer.Option("auto", help="Of jaxops."),
-    casts: str = typer.Option(",".join(CASTS), help="Of x: before the product, or inside its launch."),
     out: str = harness.OUT,
     rounds: int = typer.Option(4),
     smoke: bool = harness.SMOKE,
@@ -346,7 +311,6 @@ def main(
         torch=torch,
         torch_passes=torch_passes.split(","),
         backend=backend,
-        casts=[cast for cast in CASTS if cast in harness.names(casts, CASTS)],
     )
     for shape in [SMOKE] if smoke else [shapes.DENSE[name] for name in shape_names.split(",")]:
         inputs = Inputs.make(shape)

@@ -24,21 +24,10 @@ RESULTS = {"fwd": "y", "dgrad": "dx", "wgrad": "dw"}
 FORMATS = {"x": "lhs", "w": "rhs", "dy": "dout"}  # a tensor's format in a Recipe
 
 
-def choose_plan(problem: Problem, backend: str = "auto", cast: Literal["before", "inside"] | None = None) -> Plan:
-    """The op's own plan; with cast, its plan for that way of casting.
-
-    Raises:
-      NotImplementedError: the recipe does not support that cast.
-    """
+def choose_plan(problem: Problem, backend: str = "auto") -> Plan:
+    """The op's own plan."""
     device = current_device()
-    chosen = make_plan(problem, device, tuned_rows(OP, device), backend=backend)
-    if cast not in (None, chosen.cast):
-        chosen = make_plan(problem, device, tuned_rows(OP, device), plan=Plan(chosen.backend, cast))
-        if chosen.cast != cast:
-            raise NotImplementedError(
-                f"{problem.recipe} is not cast {cast} the product by the {chosen.backend} backend"
-            )
-    return chosen
+    return make_plan(problem, device, tuned_rows(OP, device), backend=backend)
 
 
 def own_tiles(problem: Problem, plan: Plan, pass_name: str) -> Tiles | None:
@@ -78,7 +67,7 @@ def gemms(recipe: Recipe, passes: tuple[str, ...], plan: Plan) -> Callable[..., 
     def call(q: dict[str, Quantized], x: jax.Array, dy: jax.Array):
         results = {}
         for pass_name in passes:
-            if pass_name == "wgrad" and recipe.gw_hp:
+            if pass_name == "wgrad" and "wgrad" in recipe.half:
                 results["dw"] = lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
                 continue
             a, b = {
@@ -111,7 +100,7 @@ def cast_bytes(recipe: Recipe, pass_name: str, M: int, K: int, N: int) -> int:
     that a product reads is written once, with its scales. fwd: x by rows, w by columns. inference: x by rows.
     fwd+bwd: x, w and dy in both layouts; with a high-precision weight gradient x and dy by rows only.
     """
-    both = "row" if recipe.gw_hp else "both"
+    both = "row" if "wgrad" in recipe.half else "both"
     layouts = {
         "fwd": {"x": "row", "w": "col"},
         "inference": {"x": "row"},

@@ -18,7 +18,6 @@ from jaxops._lib.gluon.ragged_gemm_triton import ragged_gemm_kernel
 from jaxops._lib.gluon.schedule_triton import schedule_groups_kernel, schedule_parts_kernel, schedule_rows_kernel
 from jaxops._lib.planning.device import Device
 from jaxops.ops.fp8_matmul.gemm_triton import fp8_gemm_kernel
-from jaxops.ops.fp8_matmul.inside_triton import fp8_gemm_inside_kernel
 from jaxops.ops.fp8_matmul.unit_triton import fp8_unit_kernel
 from tests.hopper import lower_for_h200, on_h200
 from tests.jaxprs import equations
@@ -28,7 +27,6 @@ SHARED_BYTES = Device("NVIDIA H200", "gpu").shared_bytes
 KERNELS, COMPILED = (
     (
         fp8_gemm_kernel,
-        fp8_gemm_inside_kernel,
         fp8_unit_kernel,
         ragged_gemm_kernel,
         schedule_groups_kernel,

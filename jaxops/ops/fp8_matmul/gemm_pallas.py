@@ -4,6 +4,9 @@ Triton compiles no FP8 wgmma from Pallas' dot, and takes no dot of two FP8 forma
 bfloat16, which is exact, and multiplied. On Hopper gemm_triton.py is faster for FP8 by FP8; rows that are not quantized
 have these kernels alone.
 
+A's rows may be cast in the launch (`Operand.cast`): each program casts the rows of its tile, step by step, so every
+tile of columns casts them again. That saves a launch and the FP8 rows in memory, and pays where rows are few.
+
 With few rows, reading B takes the time: what is loaded at a time, over how many programs, decides. A tile of one row
 is multiplied without tensor cores, in float32. Sums may be split over programs: a second pass adds the parts in their
 order, elementwise, so that XLA does it in the operation that reads the result.
@@ -22,7 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.arrays.manual_axes import out_struct
 from jaxops._lib.arrays.sums import steps_of_part, sum_of_parts
-from jaxops._lib.numerics.fp8 import BLOCK
+from jaxops._lib.numerics.fp8 import BLOCK, cast_saturating, infinity_to_nan, magnitudes, scale_and_factor
 from jaxops._lib.pallas import masked_pallas as masked
 from jaxops._lib.pallas.launch_pallas import launch
 from jaxops._lib.pallas.schedule_pallas import finds_own, schedule_groups, tile_of, work_of_rows
@@ -30,7 +33,7 @@ from jaxops._lib.planning.costs import bytes_of
 from jaxops._lib.planning.traced_once import traced_once
 from jaxops._lib.ragged.tiling import panel_order, tile_bound
 from jaxops._lib.ragged.work_list import COLUMNS
-from jaxops.ops.fp8_matmul.operand import Operand, bytes_of_columns
+from jaxops.ops.fp8_matmul.operand import Cast, Operand, bytes_of_columns
 from jaxops.ops.fp8_matmul.plan import Tiles
 
 
@@ -48,6 +51,8 @@ class Side:
       stack: (index in the stack,), or () without one.
       first, rows: the tile's first row, before it is clipped, and all rows.
       exists: [rows], which of them are read; the others are zeros. None for all.
+      cast: see `Operand`.
+      saturates: the cast instruction clips (not in the interpreter).
     """
 
     axis: int
@@ -58,6 +63,19 @@ class Side:
     first: jax.Array
     rows: jax.Array
     exists: jax.Array | None = None
+    cast: Cast | None = None
+    saturates: bool = True
+
+    def load_cast(self, columns: jax.Array, k_in: jax.Array | None) -> tuple[jax.Array, list[jax.Array]]:
+        """The values of a step in FP8 or, unquantized, in half precision; and, of rows that are cast here, the factors
+        of its product. The bits are those of `jaxops.quantize`."""
+        x = self.load(columns, k_in)
+        if self.cast is None:
+            return x, []
+        amax = jnp.max(magnitudes(x), axis=1)
+        scale, factor = scale_and_factor(amax, self.cast.dtype, self.cast.pow2, is_bfloat16=x.dtype == jnp.bfloat16)
+        values = cast_saturating(infinity_to_nan(x) * factor[:, None], self.cast.dtype, self.saturates)
+        return values, [jnp.expand_dims(scale, 1 - self.axis)]
 
     def load(self, columns: jax.Array, k_in: jax.Array | None) -> jax.Array:
         """[rows, columns], zeros where k_in is false: memory past K may hold NaN."""
@@ -71,8 +89,8 @@ class Side:
 
     @property
     def by_steps(self) -> bool:
-        """Whether each step has scales of its own."""
-        return self.scaling in ("block_1x128", "block_128x128")
+        """Whether each step has scales of its own in memory."""
+        return self.scaling in ("block_1x128", "block_128x128") and self.cast is None
 
     def scales(self, k: jax.Array) -> jax.Array:
         """Factors of the product of step k, to broadcast against it."""
@@ -159,7 +177,7 @@ def _sums_of_one_row(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.A
 
 def _constant_scales(a: Side, bs: Sequence[Side]) -> list[list[jax.Array]]:
     """For each b the scales that are the same in all steps: loaded before the sum, not waited for after it."""
-    return [[side.scales(jnp.int32(0)) for side in (a, b) if not side.by_steps] for b in bs]
+    return [[side.scales(jnp.int32(0)) for side in (a, b) if not side.by_steps and side.cast is None] for b in bs]
 
 
 def _scaled(sums: Sequence[jax.Array], scales: list[list[jax.Array]]) -> list[jax.Array]:
@@ -170,7 +188,7 @@ def sums_of_steps(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Arra
     """float32 [rows of a, rows of b] for each b, or transposed where b's axis is 0, summed over `steps` K steps of bk
     from step `first`; the last step is masked."""
     K = a.values_ref.shape[1]
-    half = jnp.float16 if a.values_ref.dtype == jnp.float16 else jnp.bfloat16
+    half = jnp.float16 if a.values_ref.dtype == jnp.float16 and a.cast is None else jnp.bfloat16
 
     def factors(i):
         """Of each block of step i."""
@@ -183,11 +201,12 @@ def sums_of_steps(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Arra
         for n, scales in enumerate(now):
             columns = i * bk + n * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
             k_in = columns < K if masked else None
-            rows = _converted(a.load(columns, k_in), half)
+            rows, own = a.load_cast(columns, k_in)
+            rows = _converted(rows, half)
             operands = [(rows, _converted(b.load(columns, k_in), half)) for b in bs]
             ordered = operands if a.axis == 0 else [(y, x) for x, y in operands]
             products = [plgpu.dot(x, y, trans_b=True) for x, y in ordered]
-            terms = [functools.reduce(jnp.multiply, each, x) for each, x in zip(scales, products, strict=True)]
+            terms = [functools.reduce(jnp.multiply, own + each, x) for each, x in zip(scales, products, strict=True)]
             sums = [acc + term for acc, term in zip(sums, terms, strict=True)]
         return sums, ahead
 
@@ -200,7 +219,7 @@ def sums_of_steps(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Arra
     return _scaled(carry[0], constant)
 
 
-def _rows_kernel(*refs, G: int | None, num_i: int, tiles: Tiles, scalings):
+def _rows_kernel(*refs, G: int | None, num_i: int, tiles: Tiles, scalings, cast: Cast | None, interpret: bool):
     """refs: `work_of_rows` with groups; the operands; the result, [M, N], or with `tiles.split` [split, M, N]."""
     *work_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref = refs
     (*_, M, N), K = out_ref.shape, a_ref.shape[1]
@@ -222,7 +241,7 @@ def _rows_kernel(*refs, G: int | None, num_i: int, tiles: Tiles, scalings):
         # Few rows read no others: a tile is mostly empty. Elsewhere a tile may read a neighbour's rows, whose results
         # are not stored.
         exists = rows < end if finds_own(M) and not (G is None and M % tiles.bm == 0) else None
-        a = Side(0, a_ref, a_scales_ref, scalings[0], (), start, jnp.clip(rows, 0, M - 1), exists)
+        a = Side(0, a_ref, a_scales_ref, scalings[0], (), start, jnp.clip(rows, 0, M - 1), exists, cast, not interpret)
         stack, cols_in = () if G is None else (jnp.clip(group, 0, G - 1),), jnp.minimum(cols, N - 1)
         b = Side(1, b_ref, b_scales_ref, scalings[1], stack, j * tiles.bn, cols_in)
         # Not a constant: the compiler would unroll a loop over all of K.
@@ -282,7 +301,8 @@ def _launch(
         kernel, name, split = functools.partial(_contraction_kernel, **how), "fp8_matmul_contraction", 1
     else:
         num_i, G = programs // pl.cdiv(shape[1], tiles.bn), None if work is None else b.values.shape[0]
-        kernel, name = functools.partial(_rows_kernel, G=G, num_i=num_i, **how), "fp8_matmul_rows"
+        how |= {"G": G, "num_i": num_i, "cast": a.cast, "interpret": interpret}
+        kernel, name = functools.partial(_rows_kernel, **how), "fp8_matmul_rows"
     if split > 1:
         out, grid = out_struct((split, *shape), jnp.float32, like=a.values), (programs, split)
     found = launch(

@@ -160,7 +160,7 @@ def _scale_vectors(acc, sa, sb, num_rows, num_cols, MMA: gl.constexpr):
 
 
 @gluon.jit
-def consume(
+def _consume(
     args, WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
@@ -234,42 +234,32 @@ def consume(
 
 
 @gluon.jit
-def make_buffers(
-    a_desc, b_desc, sa, sb, c_desc, c_ptr,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr, ROOM: gl.constexpr = True,
+def fp8_gemm_kernel(
+    a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ALIGNED: gl.constexpr, ROOM: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory of the stages, and of the stores. ROOM: for whole tiles of two bytes a number."""
+    """ROOM: shared memory has room for whole tiles of two bytes a number."""
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     bufs = make_stages(a_desc, b_desc, sa, sb, BM, BN, STAGES, SCALES, 1)
     if c_desc is not None:
         c_bufs = gl.allocate_shared_memory(c_desc.dtype, [CONSUMERS, ROWS_OF_ONE, c_desc.block_shape[1]], c_desc.layout)
     else:
         c_bufs = result_buffers(c_ptr, CONSUMERS, ROWS_OF_ONE, BN, ROOM)
-    return bufs, c_bufs
-
-
-@gluon.jit
-def fp8_gemm_kernel(
-    a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ALIGNED: gl.constexpr, ROOM: gl.constexpr,
-):  # fmt: skip
-    bufs, c_bufs = make_buffers(a_desc, b_desc, sa, sb, c_desc, c_ptr, BM, BN, STAGES, SCALES, ROOM)
-    CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     producer_args = (a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, N, K)
     consumer_args = (sa, sb, c_desc, c_ptr, c_bufs, bufs, M, N, K)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
-            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
-            (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC, 1)),
+            (_consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
+            (_consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
+            (produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC, 1)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
-            (consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
-            (consume, (consumer_args, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
-            (produce, (producer_args, None, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC, 1)),
+            (_consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
+            (_consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
+            (_consume, (consumer_args, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
+            (produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC, 1)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
@@ -285,7 +275,8 @@ def multiply_triton(
     """
     (M, K), N, scales = a.values.shape, b.values.shape[-2], scales_of(a, b)
     fast = fast and scales < BLOCK.value
-    check_registers(tiles, fast)
+    if tiles.bn > 128 and not fast:
+        raise ValueError(f"{tiles} leaves no registers for sums promoted to float32: use bn=128.")
     G, bm, bn = 1 if offsets is None else offsets.shape[0] - 1, tiles.bm, tiles.bn
     kind, num_i, schedule, entries = DENSE, -(-M // bm), None, 0
     if offsets is not None and length is None:
@@ -325,11 +316,6 @@ def multiply_triton(
         ALIGNED=N % 8 == 0, ROOM=tiles.stored(2) == bn,
     )  # fmt: skip
     return out.reshape(G, M, N) if contraction else out
-
-
-def check_registers(tiles: Tiles, fast: bool) -> None:
-    if tiles.bn > 128 and not fast:
-        raise ValueError(f"{tiles} leaves no registers for sums promoted to float32: use bn=128.")
 
 
 def scales_of(a: Operand, b: Operand) -> int:

@@ -1,4 +1,4 @@
-"""Plans of the FP8 products: where the casts are done, which kernel multiplies, its tiles, backend."""
+"""Plans of the FP8 products: which kernel multiplies, its tiles, backend."""
 
 import dataclasses
 import itertools
@@ -38,6 +38,9 @@ class Tiles:
       swap: "pallas" fwd and dgrad: the tensor core multiplies rhs' columns by rows, instead of rows by columns. It
         takes its first operand, at least 64 numbers high, from registers: there FP8 is converted, each number by one
         warp, without a way back to shared memory.
+      cast_lhs: "pallas" fwd and dgrad with scales of 1x128 blocks: the product casts rows that are not quantized yet in
+        its own launch, to the same bits as `quantize` before it. Each tile of columns casts its rows again. Rows that
+        are quantized are multiplied as they are. bm is not 1.
       dynamic: "triton" over groups: programs take the next tile from a counter; otherwise every n-th tile, n programs.
     """
 
@@ -51,18 +54,19 @@ class Tiles:
     split: int = 1
     swap: bool = False
     dynamic: bool = False
+    cast_lhs: bool = False
 
     def __post_init__(self):
         check_fields(self, "kernel", among=("triton", "pallas", "xla"))
         check_fields(self, "bk", "split")
         if self.bk % BLOCK:
             raise ValueError(f"Tiles.bk={self.bk} must be a multiple of {BLOCK}.")
-        if self.kernel != "pallas" and (self.bk, self.split, self.swap) != (BLOCK, 1, False):
-            raise ValueError(f"Tiles of kernel={self.kernel!r} have no bk, split and swap: leave them out.")
+        if self.kernel != "pallas" and (self.bk, self.split, self.swap, self.cast_lhs) != (BLOCK, 1, False, False):
+            raise ValueError(f"Tiles of kernel={self.kernel!r} have no bk, split, swap and cast_lhs: leave them out.")
         if self.kernel != "triton" and self.dynamic:
             raise ValueError(f"Tiles of kernel={self.kernel!r} are not dynamic: leave it out.")
-        if self.swap and self.bm == 1:
-            raise ValueError("Tiles with bm=1 take no tensor core: leave swap out.")
+        if (self.swap or self.cast_lhs) and self.bm == 1:
+            raise ValueError("Tiles with bm=1 take no tensor core, and cast no rows: leave swap and cast_lhs out.")
         if self.kernel == "pallas" and self.bm == 1:
             check_fields(self, "bn", power_of_2=True)
         elif self.kernel != "triton":
@@ -79,7 +83,8 @@ class Tiles:
     @property
     def shared_bytes(self) -> int:
         """Shared memory in bytes: the load pipeline, and for "triton" the buffers that tiles are stored from."""
-        pipeline = 0 if self.bm == 1 else self.stages * self.bk * (self.bm + self.bn)
+        bytes_of_lhs = 4 if self.cast_lhs else 1
+        pipeline = 0 if self.bm == 1 else self.stages * self.bk * (bytes_of_lhs * self.bm + self.bn)
         if self.kernel != "triton":
             return pipeline
         return self._hopper_pipeline + 2 * self.bm * (self.stored(2) or self.bn)
@@ -98,17 +103,9 @@ class Tiles:
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
     """Tiles of the forward pass and of the gradients of lhs (dgrad) and rhs (wgrad). The casts of "triton" are Pallas
-    kernels.
-
-    Attributes:
-      cast: where the forward casts lhs: "before" the product, in one pass that also writes what the backward needs, or
-        "inside" its launch, by warps of the same programs while the tensor cores multiply what is already cast
-        ("triton", block scales or a scale per row, dense, bfloat16). The results are equal to the bit. Slower
-        everywhere measured on an H200 (2026-11-26). rhs and the gradient are cast before.
-    """
+    kernels."""
 
     backend: Literal["triton", "pallas", "xla"] = "pallas"
-    cast: Literal["before", "inside"] = "before"
     fwd: Tiles | None = None
     dgrad: Tiles | None = None
     wgrad: Tiles | None = None
@@ -134,34 +131,34 @@ def _key(pass_name: str, *, M: int, K: int, N: int, G: int, recipe: str, quantiz
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
-    p, backend, cast = call.problem, call.backend, call.plan.cast
-    if cast == "inside" and not casts_inside(p, backend):
-        raise ValueError(
-            f"cast='inside' has a kernel for backend 'triton', scales of blocks or rows, bfloat16 and no groups; "
-            f"this is {backend!r}, {p.recipe!r}, {p.dtype}{', grouped' if p.G else ''}: write cast='before'."
-        )
-    if backend == "triton":
-        if not p.quantize_lhs:
+    if call.backend == "triton":
+        if not call.problem.quantize_lhs:
             raise NotImplementedError("the triton kernel multiplies FP8 by FP8; with quantize_lhs=False use 'pallas'.")
         check_gluon(call.device)
-    return {"cast": cast}
+    return {}
 
 
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     if tiles.dynamic and not call.problem.G:
         raise ValueError(f"plan.{pass_name}={tiles}: only products over groups have dynamic tiles; leave dynamic out.")
-    if pass_name == "wgrad" and (tiles.bm < 16 or (tiles.bk, tiles.split, tiles.swap) != (BLOCK, 1, False)):
-        raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no bm below 16, bk, split or swap; leave them out.")
+    if pass_name == "wgrad" and (
+        tiles.bm < 16 or (tiles.bk, tiles.split, tiles.swap, tiles.cast_lhs) != (BLOCK, 1, False, False)
+    ):
+        needed = "wgrad's kernel has no bm below 16, bk, split, swap or cast_lhs; leave them out"
+        raise ValueError(f"plan.wgrad={tiles}: {needed}.")
+    if tiles.cast_lhs and not _casts(pass_name, call.problem):
+        blocks = "the product casts scales of 1x128 blocks, with quantize_lhs=True"
+        raise ValueError(f"plan.{pass_name}={tiles}, recipe={call.problem.recipe!r}: {blocks}; leave cast_lhs out.")
     if tiles.kernel == "triton" and tiles.shared_bytes > call.device.shared_bytes:
         needs = f"{tiles.shared_bytes} bytes of shared memory, {call.device.kind} has {call.device.shared_bytes}"
         raise ValueError(f"plan.{pass_name}={tiles} needs {needs}: use fewer stages.")
     return tiles
 
 
-def casts_inside(problem: Problem, backend: str) -> bool:
-    """Whether the launch of the forward's product can cast lhs."""
-    lines = RECIPES[problem.recipe].lhs.scaling in ("block_1x128", "rowwise")
-    return backend == "triton" and problem.G == 0 and problem.dtype == "bfloat16" and lines and problem.quantize_lhs
+def _casts(pass_name: str, problem: Problem) -> bool:
+    """Whether a forward or dgrad product can cast its rows itself."""
+    recipe = RECIPES[problem.recipe]
+    return problem.quantize_lhs and (recipe.lhs if pass_name == "fwd" else recipe.dout).scaling == "block_1x128"
 
 
 # Of `multiply_unit`. H200, 2026-11-26, product, unit and cast of 262,144 rows, K 2,048, F 768, and of 32,768, 4,096,
@@ -187,7 +184,10 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     if not p.quantize_lhs and pass_name != "wgrad":
         return _heuristic_of_few_rows(p, out_cols, p.K if pass_name == "fwd" else p.N, device)
     bm, bn = (min(128, max(16, power_of_2(size))) for size in (out_rows, out_cols))
-    return Tiles("pallas", bm, bn, 8 if bm * bn == 128 * 128 else 4)
+    # Not measured on an Ada card. With 16 rows a program casts at most an eighth of the numbers that it converts, and
+    # a launch of the cast takes about 2 us. On other cards the measured choice is a cast of its own.
+    inside = device.capability == ADA and pass_name == "fwd" and _casts("fwd", p) and power_of_2(p.M) <= 16
+    return Tiles("pallas", bm, bn, 8 if bm * bn == 128 * 128 else 4, cast_lhs=inside)
 
 
 def _heuristic_of_few_rows(problem: Problem, columns: int, length: int, device: Device) -> Tiles:

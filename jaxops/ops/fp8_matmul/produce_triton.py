@@ -6,8 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from jaxops._lib.gluon.gemm_triton import GATHER_ARRIVALS, advance
-from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, opaque, start_fetch_add, swizzle, write_tile
-from jaxops.ops.fp8_matmul.cast_triton import panel_is_cast, wait_for_casts
+from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add, swizzle, write_tile
 
 # One product; row tiles of groups, each group with its own B; one product per group, over the group's part of K.
 DENSE, ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -117,7 +116,7 @@ def multiplied_until(row, end, BM: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.jit
 def produce(
-    args, casts, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
+    args, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     KIND: gl.constexpr, SCALES: gl.constexpr, DYNAMIC: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Loads the operands of this program's tiles, step by step, until there are no more.
@@ -125,8 +124,6 @@ def produce(
     DYNAMIC: the next tile is the next one of all programs (an atomic counter behind the work list), not every
     num_programs-th.
     PARTS: a group's B has PARTS * N rows, and a tile those of its columns in each part; with 128x128 scales.
-    casts: `Casts` of A, of which a step is loaded once it is cast; None: A is cast before. Waits for no cast of a later
-    tile.
     """
     a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, N, K = args
     a_bufs, b_bufs, sa_bufs, sb_bufs, tile_bufs, full, empty = bufs
@@ -134,8 +131,6 @@ def produce(
     CONSUMERS: gl.constexpr = BM // ROWS_OF_ONE
     A_BYTES: gl.constexpr = a_desc.nbytes_per_cta + (sa.nbytes_per_cta if SCALES >= BLOCK else 0)
     B_BYTES: gl.constexpr = PARTS * b_desc.nbytes_per_cta + (sb.nbytes_per_cta if SCALES == OUTER else 0)
-    if casts is not None:
-        N = opaque(N)  # otherwise cdiv(N, BN) is computed before the warps part, and spilled
     if KIND == ROWS:  # as many as the groups need; the launch has room for any offsets
         tiles = gl.load(schedule + 4 * entries) * gl.cdiv(N, BN)
     s = 0
@@ -165,7 +160,6 @@ def produce(
                 sb_part = N // 128 * gl.cdiv(K, BK)
                 scale_2 = gl.load(sb_first + sb_part)
         limit = multiplied_until(row, end, BM, KIND)
-        whole = panel_is_cast(casts, a_row, M, K) if casts is not None else True
         if KIND != DENSE:
             mbarrier.wait(empty.index(s), phase)
             write_tile(tile_bufs, s, (group, row, end, col, steps), 1)
@@ -174,8 +168,6 @@ def produce(
                 s, phase = advance(s, phase, STAGES)
         for k in range(steps):
             mbarrier.wait(empty.index(s), phase)
-            if casts is not None and not whole and k % casts.CHUNK == 0:
-                wait_for_casts(casts, a_row, k, M, K)
             if SCALES == BLOCK:
                 sb_bufs.index(PARTS * s).store(gl.full([1], scale, gl.float32, ONE))
                 if PARTS == 2:

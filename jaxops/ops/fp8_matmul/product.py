@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ from jaxops._lib.arrays.differentiable import differentiable
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.numerics.fp8 import AMAX_MAX, Quantized, magnitudes
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
-from jaxops.ops.fp8_matmul.operand import Operand, cols_of, rows_of, shape_of, unquantized
+from jaxops.ops.fp8_matmul.operand import Cast, Operand, cast_in_product, cols_of, rows_of, shape_of, unquantized
 from jaxops.ops.fp8_matmul.plan import Plan
 from jaxops.ops.fp8_matmul.recipes import Format, Recipe
 from jaxops.ops.fp8_matmul.xla import multiply_xla
-from jaxops.ops.grouped_matmul import grouped_wgrad
+from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad
 from jaxops.ops.quantize import quantize, quantize_measured
 
 
@@ -35,6 +35,11 @@ class Spec:
     out_dtype: str
     pow2_scales: bool
     quantize_lhs: bool = True
+
+    def in_fp8(self, gradient: str) -> bool:
+        """Whether a gradient, "dgrad" or "wgrad", is a product in FP8. (Without quantize_lhs rhs, quantized, is all
+        there is.)"""
+        return gradient not in self.recipe.half or not self.quantize_lhs
 
 
 class Operands(NamedTuple):
@@ -59,9 +64,8 @@ class _Residuals(NamedTuple):
     """What the backward reads; None where that gradient is not needed.
 
     Attributes:
-      lhs: for the gradient of rhs: lhs's column layout. With gw_hp lhs itself, in half precision; lhs itself, too,
-        where the forward has cast it inside the product and a scale spans all of its rows.
-      rhs: for the gradient of lhs: rhs's row layout, or the layout from which it is made.
+      lhs: for the gradient of rhs: see `_saved_lhs`; or lhs itself where the forward's product has cast it.
+      rhs: for the gradient of lhs: see `_saved_rhs`.
       offsets: [G + 1] int32, or None.
     """
 
@@ -126,46 +130,49 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
     """((result, measured magnitudes), residuals). dlhs, drhs: which gradients are needed."""
     lhs, rhs, rhs_quantized, amax, offsets = operands
     recipe, (M, K), N = spec.recipe, shape_of(lhs), shape_of(rhs)[-1]
-    rhs = rhs if rhs_quantized is None else rhs_quantized
     lhs_amax, rhs_amax = amax or (None, None)
     if 0 in (M, K, N, *shape_of(rhs)):  # empty sums; without residuals, the gradients are zeros
         measured = amax and tuple(
             given if isinstance(x, Quantized) else jnp.minimum(jnp.max(magnitudes(x), initial=0.0), AMAX_MAX)
-            for x, given in zip((lhs, rhs), amax, strict=True)
+            for x, given in zip((lhs, rhs if rhs_quantized is None else rhs_quantized), amax, strict=True)
         )
         return (jnp.zeros((M, N), spec.out_dtype), measured), _Residuals()
-    rhs_q, rhs_amax = cast(spec, rhs, recipe.rhs, "both" if dlhs else "col", None, rhs_amax)
-    saved_rhs = None
-    if dlhs:
-        saved_rhs = rhs_q if rhs_q.values is None else dataclasses.replace(rhs_q, values_t=None, scales_t=None)
-    if spec.plan.cast == "inside" and not isinstance(lhs, Quantized):
-        out, saved_lhs = _multiply_inside(spec, lhs, cols_of(rhs_q), drhs)
-        return (out, None), _Residuals(saved_lhs, saved_rhs)
+    layouts = "both" if dlhs and spec.in_fp8("dgrad") else "col"
+    rhs_q, rhs_amax = cast(spec, rhs if rhs_quantized is None else rhs_quantized, recipe.rhs, layouts, None, rhs_amax)
+    saved_rhs = _saved_rhs(spec, rhs, rhs_q) if dlhs else None
+    by, measured = cols_of(rhs_q), None
     if not spec.quantize_lhs and not isinstance(lhs, Quantized):
-        out = multiply(spec, "fwd", unquantized(lhs), cols_of(rhs_q), offsets, spec.out_dtype)
-        return (out, None), _Residuals(None, saved_rhs, offsets)
-    lhs_q, lhs_amax = cast(spec, lhs, recipe.lhs, "both" if drhs and not recipe.gw_hp else "row", offsets, lhs_amax)
-    out = multiply(spec, "fwd", rows_of(lhs_q), cols_of(rhs_q), offsets, spec.out_dtype)
-    saved_lhs = _saved_lhs(spec, lhs, lhs_q, offsets) if drhs else None
-    return (out, amax and (lhs_amax, rhs_amax)), _Residuals(saved_lhs, saved_rhs, offsets)
+        rows, saved_lhs = unquantized(lhs), None
+    elif _casts_itself(lhs, spec, "fwd"):
+        rows = cast_in_product(lhs, Cast(recipe.lhs.dtype, spec.pow2_scales))
+        saved_lhs = lhs.astype(_half_precision(spec)) if "wgrad" in recipe.half else lhs
+    else:
+        layouts = "both" if drhs and spec.in_fp8("wgrad") else "row"
+        lhs_q, lhs_amax = cast(spec, lhs, recipe.lhs, layouts, offsets, lhs_amax)
+        rows, measured = rows_of(lhs_q), amax and (lhs_amax, rhs_amax)
+        saved_lhs = _saved_lhs(spec, lhs, lhs_q, offsets) if drhs else None
+    out = multiply(spec, "fwd", rows, by, offsets, spec.out_dtype)
+    return (out, measured), _Residuals(saved_lhs if drhs else None, saved_rhs, offsets)
 
 
-def _multiply_inside(spec: Spec, lhs: jax.Array, rhs: Operand, drhs: bool):
-    """(lhs times rhs, what the gradient of rhs reads of lhs or None); the launch of the product casts lhs."""
-    from jaxops.ops.fp8_matmul.inside_triton import multiply_inside
+def _casts_itself(x, spec: Spec, pass_name: str) -> TypeGuard[jax.Array]:
+    """Whether a product casts its rows in its launch."""
+    tiles = getattr(spec.plan, pass_name)
+    return tiles is not None and tiles.cast_lhs and not isinstance(x, Quantized)
 
-    recipe = spec.recipe
-    both = drhs and not recipe.gw_hp and recipe.lhs.scaling == "block_1x128"
-    how: dict = {"out_dtype": jnp.dtype(spec.out_dtype), "fast": "fwd" in recipe.fast, "both": both}
-    how |= {"pow2": spec.pow2_scales, "tiles": spec.plan.fwd, "cores": spec.plan.on.cores}
-    out, *columns = sequential_vmap(functools.partial(multiply_inside, **how))(lhs, rhs)
-    if both:
-        return out, Quantized(None, None, *columns, scaling=recipe.lhs.scaling, dtype=spec.lhs_dtype)
-    return out, lhs if drhs else None  # the backward casts lhs's columns
+
+def _saved_rhs(spec: Spec, rhs, rhs_q: Quantized):
+    """What the gradient of lhs reads: rhs's row layout, or the layout from which it is made; or rhs."""
+    if spec.in_fp8("dgrad"):
+        return rhs_q if rhs_q.values is None else dataclasses.replace(rhs_q, values_t=None, scales_t=None)
+    if isinstance(rhs, Quantized):
+        raise NotImplementedError(f"{spec.recipe.name!r} multiplies the unquantized rhs for dlhs: pass the array.")
+    return rhs.astype(_half_precision(spec))
 
 
 def _saved_lhs(spec: Spec, lhs, lhs_q: Quantized, offsets):
-    if spec.recipe.gw_hp:
+    """What the gradient of rhs reads: lhs's column layout; or lhs."""
+    if not spec.in_fp8("wgrad"):
         if isinstance(lhs, Quantized):
             raise NotImplementedError(f"{spec.recipe.name!r} multiplies the unquantized lhs for drhs: pass the array.")
         return lhs.astype(_half_precision(spec))
@@ -194,7 +201,8 @@ def _product_fwd(spec: Spec, primals: Operands):
     (out, measured), saved = _forward(spec, operands, dlhs, drhs)
     op = "fp8_matmul" if operands.offsets is None else "fp8_grouped_matmul"
     saved_lhs = _named(f"{op}.lhs", saved.lhs, operands.lhs)
-    given_rhs = operands.rhs if operands.rhs_quantized is None else operands.rhs_quantized
+    cast_before = isinstance(saved.rhs, Quantized) and operands.rhs_quantized is not None
+    given_rhs = operands.rhs_quantized if cast_before else operands.rhs
     saved_rhs = _named(f"{op}.rhs", saved.rhs, given_rhs)
     return (checkpoint_name(out, f"{op}.out"), measured), _Residuals(saved_lhs, saved_rhs, saved.offsets)
 
@@ -218,18 +226,25 @@ def _product_bwd(spec: Spec, saved: _Residuals, cotangents):
     if isinstance(dout, SymbolicZero) or not (needs_dlhs or needs_drhs):
         return (None,)
     recipe, offsets, dlhs, drhs, dout_q = spec.recipe, saved.offsets, None, None, None
-    columns = needs_drhs and not recipe.gw_hp
-    if spec.quantize_lhs and (needs_dlhs or columns):
-        layouts = "both" if needs_dlhs and columns else "row" if needs_dlhs else "col"
+    inside = _casts_itself(dout, spec, "dgrad")
+    layouts = recipe.layouts(needs_dlhs and not inside, needs_drhs)
+    if spec.quantize_lhs and layouts != "none":
         dout_q: Any = cast(spec, dout, recipe.dout, layouts, offsets)[0]
-    if needs_dlhs:
-        rows = rows_of(dout_q) if spec.quantize_lhs else unquantized(dout)
+    if needs_dlhs and not spec.in_fp8("dgrad"):
+        dlhs = half_precision_dgrad(spec, saved.rhs, dout, offsets)
+    elif needs_dlhs:
+        if not spec.quantize_lhs:
+            rows = unquantized(dout)
+        elif inside:
+            rows = cast_in_product(dout, Cast(recipe.dout.dtype, spec.pow2_scales))
+        else:
+            rows = rows_of(dout_q)
         dlhs = multiply(spec, "dgrad", rows, rows_of(saved.rhs), offsets, spec.lhs_dtype)
-    if columns:
+    if needs_drhs and not spec.in_fp8("wgrad"):
+        drhs = half_precision_wgrad(spec, saved.lhs, dout, offsets)
+    elif needs_drhs:
         lhs_q, _ = cast(spec, saved.lhs, recipe.lhs, "col", offsets)
         drhs = multiply(spec, "wgrad", cols_of(lhs_q), cols_of(dout_q), offsets, spec.rhs_dtype, dout.shape[0])
-    elif needs_drhs:
-        drhs = half_precision_wgrad(spec, saved.lhs, dout, offsets)
     return (Operands(dlhs, drhs),)
 
 
@@ -237,15 +252,31 @@ def _half_precision(spec: Spec) -> str:
     return "bfloat16" if spec.lhs_dtype == "float32" else spec.lhs_dtype
 
 
+def _half_backend(spec: Spec) -> str:
+    """On Hopper "auto" takes grouped_matmul's Gluon kernels where they have the shape."""
+    return "auto" if spec.plan.backend == "triton" else spec.plan.backend
+
+
 def half_precision_wgrad(spec: Spec, lhs: jax.Array, dout: jax.Array, offsets) -> jax.Array:
-    """The gradient of rhs by the recipes with gw_hp: in bfloat16, or in lhs's half precision."""
+    """The gradient of rhs in bfloat16, or in lhs's half precision."""
     lhs, dout, out = lhs.astype(_half_precision(spec)), dout.astype(_half_precision(spec)), jnp.dtype(spec.rhs_dtype)
     if offsets is not None:
-        # On Hopper "auto" takes grouped_wgrad's Gluon kernel where it has the shape.
-        backend = "auto" if spec.plan.backend == "triton" else spec.plan.backend
-        return grouped_wgrad(lhs, dout, offsets, out_dtype=out, backend=backend)
-    accumulated = out if out == lhs.dtype else jnp.dtype("float32")
-    return lax.dot_general(lhs, dout, (((0,), (0,)), ((), ())), preferred_element_type=accumulated).astype(out)
+        return grouped_wgrad(lhs, dout, offsets, out_dtype=out, backend=_half_backend(spec))
+    return _dot(lhs, dout, 0, out)
+
+
+def half_precision_dgrad(spec: Spec, rhs: jax.Array, dout: jax.Array, offsets) -> jax.Array:
+    """The gradient of lhs in bfloat16, or in lhs's half precision."""
+    rhs, dout, out = rhs.astype(_half_precision(spec)), dout.astype(_half_precision(spec)), jnp.dtype(spec.lhs_dtype)
+    if offsets is not None:
+        how: dict = {"transpose_rhs": True, "out_dtype": out, "backend": _half_backend(spec)}
+        return grouped_matmul(dout, rhs, offsets, **how)
+    return _dot(dout, rhs, 1, out)
+
+
+def _dot(a: jax.Array, b: jax.Array, axis: int, out: jnp.dtype) -> jax.Array:
+    accumulated = out if out == a.dtype else jnp.dtype("float32")
+    return lax.dot_general(a, b, (((axis,), (axis,)), ((), ())), preferred_element_type=accumulated).astype(out)
 
 
 _product = differentiable(_product_forward, _product_fwd, _product_bwd, static=1, symbolic_zeros=True)

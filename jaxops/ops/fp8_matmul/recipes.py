@@ -1,4 +1,6 @@
-"""Recipes by torchao's names: the FP8 format and the scaling of each tensor, and how each product accumulates."""
+"""Recipes by torchao's names. A recipe is one entry of `RECIPES`: the ops, the layers, the plans and the tests read all
+that it changes from there.
+"""
 
 import dataclasses
 from typing import Literal
@@ -19,7 +21,7 @@ class Recipe:
     Attributes:
       name: the public `recipe=`.
       lhs, rhs, dout: formats of the operands and of the result's cotangent.
-      gw_hp: the gradient of rhs is a bfloat16 product of the unquantized lhs and cotangent.
+      half: gradients that are products of unquantized operands in half precision: "dgrad" (of lhs), "wgrad" (of rhs).
       fast: passes whose products the tensor core may accumulate over all of K, in about 14 bits.
       delayed: lhs and rhs are scaled by the `amax` of earlier steps.
     """
@@ -28,22 +30,32 @@ class Recipe:
     lhs: Format
     rhs: Format
     dout: Format
-    gw_hp: bool = False
+    half: frozenset[str] = frozenset()
     fast: frozenset[str] = frozenset()
     delayed: bool = False
+
+    def layouts(self, dgrad: bool, wgrad: bool) -> Literal["row", "col", "both", "none"]:
+        """The layouts of the cotangent that its products in FP8 read.
+
+        Args:
+          dgrad, wgrad: which gradients are needed.
+        """
+        row, col = dgrad and "dgrad" not in self.half, wgrad and "wgrad" not in self.half
+        return "both" if row and col else "row" if row else "col" if col else "none"
 
 
 _TENSOR, _ROW, _BLOCK = Format("tensorwise"), Format("rowwise"), Format("block_1x128")
 _BLOCKWISE = (_BLOCK, Format("block_128x128"), _BLOCK)
 # Gradients span more binades than weights and activations: with one scale per tensor they take e5m2, the wider format
 # (Micikevicius et al. 2022, arXiv:2209.05433). Only the forward accumulates fast, as in TransformerEngine and torchao.
-_GRADIENT, _FAST = Format("tensorwise", "float8_e5m2"), frozenset({"fwd"})
+_TENSORWISE, _ROWWISE = (_TENSOR, _TENSOR, Format("tensorwise", "float8_e5m2")), (_ROW, _ROW, _ROW)
+_FAST, _HALF_WGRAD = frozenset({"fwd"}), frozenset({"wgrad"})
 _ALL = (
-    Recipe("tensorwise", _TENSOR, _TENSOR, _GRADIENT, fast=_FAST),
-    Recipe("delayed", _TENSOR, _TENSOR, _GRADIENT, fast=_FAST, delayed=True),
-    Recipe("rowwise", _ROW, _ROW, _ROW, fast=_FAST),
-    Recipe("rowwise_with_gw_hp", _ROW, _ROW, _ROW, fast=_FAST, gw_hp=True),
+    Recipe("tensorwise", *_TENSORWISE, fast=_FAST),
+    Recipe("delayed", *_TENSORWISE, fast=_FAST, delayed=True),
+    Recipe("rowwise", *_ROWWISE, fast=_FAST),
+    Recipe("rowwise_with_gw_hp", *_ROWWISE, fast=_FAST, half=_HALF_WGRAD),
     Recipe("blockwise", *_BLOCKWISE),
-    Recipe("blockwise_with_gw_hp", *_BLOCKWISE, gw_hp=True),
+    Recipe("blockwise_with_gw_hp", *_BLOCKWISE, half=_HALF_WGRAD),
 )
 RECIPES = {recipe.name: recipe for recipe in _ALL}

@@ -31,14 +31,8 @@ from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.schedule_triton import schedule_rows
 from jaxops._lib.gluon.stores_triton import pad_to_16_bytes, split_columns, store, store_tile, tile_layout
 from jaxops._lib.gluon.tile_scheduler_triton import opaque, read_tile
-from jaxops._lib.numerics.fp8 import BLOCK as BLOCK_SIZE
+from jaxops._lib.numerics import fp8
 from jaxops._lib.ragged.tiling import tile_bound
-from jaxops.ops.fp8_matmul.cast_triton import (
-    amax_of,
-    infinity_to_nan,
-    largest_pairs,
-    scale_and_factor,
-)
 from jaxops.ops.fp8_matmul.gather_triton import produce_gathered
 from jaxops.ops.fp8_matmul.gemm_triton import SCALES_LAYOUT, load_row_scales, promote
 from jaxops.ops.fp8_matmul.operand import Operand
@@ -49,6 +43,7 @@ BM, BN = gl.constexpr(128), gl.constexpr(128)  # rows, and columns of gate and a
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
 HALF = gl.constexpr(accumulator(64))
 OF_ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
+LEAST, MOST, PER_MOST = gl.constexpr(fp8.AMAX_MIN), gl.constexpr(fp8.AMAX_MAX), gl.constexpr(1 / 448)
 PAIRS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.int16))
 
 
@@ -84,9 +79,54 @@ def _sum_both(bufs, steps, s, phase, early, WHICH: gl.constexpr, STAGES: gl.cons
 
 
 @gluon.jit
+def _scale_and_factor(amax, POW2: gl.constexpr):
+    """`jaxops._lib.numerics.fp8.scale_and_factor` for e4m3 and a bfloat16 amax, equal to the bit."""
+    m = gl.minimum(gl.maximum(amax, LEAST), MOST)
+    bits = m.to(gl.int32, bitcast=True)
+    biased = bits >> 23
+    mantissa = bits & 0x7FFFFF
+    if POW2:
+        biased = biased - 8 + (mantissa > 0x600000).to(gl.int32)
+        return (biased << 23).to(gl.float32, bitcast=True), ((254 - biased) << 23).to(gl.float32, bitcast=True)
+    quotient = (448.0 / (mantissa | 0x3F800000).to(gl.float32, bitcast=True)).to(gl.int32, bitcast=True)
+    quotient = (quotient + 256) & -512
+    return m * PER_MOST, (quotient - ((biased - 127) << 23)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _infinity_to_nan(x):
+    """bfloat16 numbers, with NaN for infinities: see `fp8.infinity_to_nan`."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
+        "=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _larger_pairs(a, b):
+    """Elementwise maximum of two pairs of non-negative bfloat16 numbers, a pair in 32 bits; NaN is ignored."""
+    return gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _largest_pairs(x, OF_ROWS: gl.constexpr):
+    """Of each row of bfloat16 numbers the largest magnitudes in even and in odd columns, a pair in 32 bits."""
+    pairs = gl.inline_asm_elementwise(
+        "and.b32 $0, $2, 0x7fff7fff; mov.b32 $1, 0;", "=&r,=r,r", [x], dtype=gl.int32, is_pure=True, pack=2
+    )
+    pairs, _ = pairs.reshape([x.shape[0], x.shape[1] // 2, 2]).split()
+    return gl.convert_layout(gl.reduce(pairs, 1, _larger_pairs), OF_ROWS)
+
+
+@gluon.jit
+def _amax_of(pairs):
+    return gl.maximum((pairs & -0x10000).to(gl.float32, bitcast=True), (pairs << 16).to(gl.float32, bitcast=True))
+
+
+@gluon.jit
 def _unit(gate, up, ACTIVATION: gl.constexpr):
     """In bfloat16, NaN for infinities."""
-    return infinity_to_nan(round_pairs(activate_as_pallas(widen_pairs(gate), ACTIVATION) * widen_pairs(up)))
+    return _infinity_to_nan(round_pairs(activate_as_pallas(widen_pairs(gate), ACTIVATION) * widen_pairs(up)))
 
 
 @gluon.jit
@@ -177,7 +217,7 @@ def _consume(
             s, phase = advance(s, phase, STAGES)
         if row < end:
             h = _unit_and_store(round_pairs(gate), round_pairs(up), out, buf, row, end, col, F, ACTIVATION)
-            scale, factor = scale_and_factor(amax_of(largest_pairs(h, OF_ROWS)), POW2)
+            scale, factor = _scale_and_factor(_amax_of(_largest_pairs(h, OF_ROWS)), POW2)
             rows = gl.arange(0, ROWS_OF_ONE, layout=OF_ROWS)
             gl.store(out[3] + gl.cast(col // BN, gl.int64) * M + row + rows, scale, mask=rows < end - row)
             _store_unit(h, factor, out[0], out[2], buf, row, end, col, F)
@@ -210,7 +250,7 @@ def fp8_unit_kernel(
         gl.warp_specialize([
             (_consume, (consumer_args, 0, STAGES, ACTIVATION, POW2, False)),
             (_consume, (consumer_args, 1, STAGES, ACTIVATION, POW2, False)),
-            (produce, (producer_args, None, BM, BN, STAGES, PANEL, ROWS, BLOCK, DYNAMIC, 2)),
+            (produce, (producer_args, BM, BN, STAGES, PANEL, ROWS, BLOCK, DYNAMIC, 2)),
         ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -229,7 +269,7 @@ def unit_triton(
     """
     (T, K), (G, N, _) = a.values.shape, b.values.shape
     M = T if indices is None else indices.shape[0]
-    F, fp8 = N // 2, a.values.dtype
+    F, dtype = N // 2, a.values.dtype
     schedule, entries = schedule_rows(offsets, M, BM.value)
     tile_count = tile_bound(M, G, BM.value) * (F // BN.value)
     a = dataclasses.replace(a, values=pad_to_16_bytes(a.values))
@@ -238,20 +278,20 @@ def unit_triton(
         return TensorDescriptor.from_array(pad_to_16_bytes(x), box, layout=layout)
 
     def matrix(x: jax.Array, rows: int) -> TensorDescriptor:
-        return descriptor(x.reshape(-1, x.shape[-1]), (rows, BK.value), tile_layout(fp8, (64, BK.value)))
+        return descriptor(x.reshape(-1, x.shape[-1]), (rows, BK.value), tile_layout(dtype, (64, BK.value)))
 
     rows, scales = a.values, a.scales
     if indices is None:
         rows = matrix(a.values, ROWS_OF_ONE.value)
         scales = descriptor(a.scales, (1, 2 * ROWS_OF_ONE.value), SCALES_LAYOUT)
     like, half = a.values, (ROWS_OF_ONE.value, BN.value // 2)
-    results = [out_struct((M, F), fp8, like=like), out_struct((F // BLOCK_SIZE, M), jnp.float32, like=like)]
+    results = [out_struct((M, F), dtype, like=like), out_struct((F // fp8.BLOCK, M), jnp.float32, like=like)]
     results += [out_struct((M, N), jnp.bfloat16, like=like)] * save
     h_block = (ROWS_OF_ONE.value, BN.value)
     return triton_call(
         rows, matrix(b.values, BN.value), scales, b.scales.reshape(-1), indices,
         Scratch(schedule) if tiles.dynamic else schedule,
-        OutTile(h_block, tile_layout(fp8, h_block)),
+        OutTile(h_block, tile_layout(dtype, h_block)),
         OutTile(half, tile_layout(jnp.bfloat16, half), result=2) if save else None,
         **({} if save else {"pre_ptr": None}),
         kernel=fp8_unit_kernel, grid=min(cores, tile_count), name="fp8_unit", out_type=tuple(results),

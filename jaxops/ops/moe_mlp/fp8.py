@@ -8,6 +8,7 @@ precision.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from jaxops.ops.fp8_matmul import (
     Format,
     Recipe,
     cols_of,
+    half_precision_dgrad,
     half_precision_wgrad,
     multiply,
     multiply_unit,
@@ -75,11 +77,12 @@ class _Saved(NamedTuple):
 
     Attributes:
       gate_up: [R, 2 * F], each row's products with the weights of gate and up.
-      weights: the row layouts of gate's and up's weights, side by side, and of down's.
+      weights: the row layouts of gate's and up's weights, side by side, and of down's; or, for a dgrad in half
+        precision, the weights of gate, up and down.
     """
 
     gate_up: jax.Array
-    weights: tuple[Quantized, Quantized]
+    weights: tuple
 
 
 def _amax(form: Format, x: jax.Array, routing: Routing) -> jax.Array | None:
@@ -104,7 +107,7 @@ def _columns_of_tokens(spec: Spec, x: jax.Array, form: Format, routing: Routing,
 def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, keep: bool) -> tuple[jax.Array, Any]:
     """(out [T, N], with keep what the backward reads)."""
     unit, down, recipe, offsets = spec.of("unit"), spec.of("down"), spec.recipe, routing.group_offsets
-    layouts = "both" if keep else "col"
+    layouts = "both" if keep and "dgrad" not in recipe.half else "col"
     # As without a recipe. XLA rounds in the pass that takes a layer's weights out of a stack of all layers'; float32
     # ones would be copied there, and read again by each cast.
     experts = tuple(_at_most(w, spec.compute_dtype) for w in experts)
@@ -128,6 +131,8 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, keep: boo
     if not keep:
         return out, None
     assert gate_up is not None
+    if "dgrad" in recipe.half:
+        return out, _Saved(gate_up, experts)
     weights = name_quantized(_rows(wide), "moe_mlp.w_gate_up"), name_quantized(_rows(narrow), "moe_mlp.w_down")
     return out, _Saved(gate_up, weights)
 
@@ -160,21 +165,28 @@ def _bwd(spec: Spec, residuals, dout: jax.Array):
     if saved is None:
         _, saved = _run(spec, x, experts, routing, True)
     unit, down, recipe, offsets = spec.of("unit"), spec.of("down"), spec.recipe, routing.group_offsets
-    wide, narrow = saved.weights
-
     dout = dout.astype(spec.compute_dtype)
     amax = _amax(recipe.dout, dout, routing)
-    dy = _rows_of_tokens(spec, dout, recipe.dout, routing, amax)
-    dh = multiply(down, "dgrad", rows_of(dy), rows_of(narrow), offsets, down.out_dtype)
+    if "dgrad" in recipe.half:
+        dh = half_precision_dgrad(down, saved.weights[2], permute(dout, routing, plan=spec.plan.rows), offsets)
+    else:
+        dy = _rows_of_tokens(spec, dout, recipe.dout, routing, amax)
+        dh = multiply(down, "dgrad", rows_of(dy), rows_of(saved.weights[1]), offsets, down.out_dtype)
     dpre, h, dots = unit_bwd_cast(
         spec.activation, recipe, dh, saved.gate_up, weights_of_rows(routing), offsets, **spec.casts
     )
-    assert dpre.row is not None
-    drows = multiply(unit, "dgrad", rows_of(dpre.row), rows_of(wide), offsets, unit.out_dtype)
+    if "dgrad" in recipe.half:
+        drows = functools.reduce(
+            jnp.add,
+            (half_precision_dgrad(unit, w, d, offsets) for w, d in zip(saved.weights[:2], dpre.plain, strict=True)),
+        )
+    else:
+        assert dpre.row is not None
+        drows = multiply(unit, "dgrad", rows_of(dpre.row), rows_of(saved.weights[0]), offsets, unit.out_dtype)
     _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=spec.plan.rows), x)
     (dx,) = rows_to_tokens(drows)
 
-    if recipe.gw_hp:
+    if "wgrad" in recipe.half:
         rows, dy = (permute(tokens, routing, plan=spec.plan.rows) for tokens in (x, dout))
         triples = ((unit, rows, dpre.plain[0]), (unit, rows, dpre.plain[1]), (down, h.plain[0], dy))
         dexperts = tuple(half_precision_wgrad(part, a, d, offsets) for part, a, d in triples)

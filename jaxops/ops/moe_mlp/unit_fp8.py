@@ -67,7 +67,7 @@ def unit_bwd_cast(
 ) -> tuple[Computed, Computed, jax.Array]:
     """The unit's gradient, cast to `recipe.dout`, and the unit times the router's weights, to `recipe.lhs`.
 
-    All are rounded to gate_up's dtype first. With gw_hp there are no column layouts, but the rounded tensors.
+    All are rounded to gate_up's dtype first. Gradients in half precision read the rounded tensors, the others layouts.
 
     Args:
       dh: [R, F], the gradient of h before the router's weights.
@@ -77,14 +77,13 @@ def unit_bwd_cast(
         are in no column layout and no tensorwise scale.
 
     Returns:
-      The gradient: the row layout [R, 2 * F], gate's columns first, and the column layouts of gate's and up's, or both
-      [R, F] unquantized. The weighted unit: its column layout or itself. And parts [n, R] float32 of the gradients of
-      the weights, for `sums_of_choices`.
+      The gradient: the row layout [R, 2 * F], gate's columns first, the column layouts of gate's and up's, both [R, F]
+      unquantized, of these what the recipe's gradients read. The weighted unit: its column layout or itself. And parts
+      [n, R] float32 of the gradients of the weights, for `sums_of_choices`.
     """
     how = {"group_offsets": offsets, "dtype": gate_up.dtype, "pow2_scales": pow2_scales, "backend": backend}
-    layouts, plain = ("row", True) if recipe.gw_hp else ("both", False)
-    dpre = Output(recipe.dout.scaling, recipe.dout.dtype, layouts, 2, plain)
-    h = Output(recipe.lhs.scaling, recipe.lhs.dtype, "none" if recipe.gw_hp else "col", 1, recipe.gw_hp)
+    dpre = Output(recipe.dout.scaling, recipe.dout.dtype, recipe.layouts(True, True), 2, bool(recipe.half))
+    h = Output(recipe.lhs.scaling, recipe.lhs.dtype, recipe.layouts(False, True), 1, "wgrad" in recipe.half)
     compute, operands = _unit_bwd(activation), [dh, Halves(gate_up), weights]
     how |= {"sums": 1, "tiles": tiles}
     (dpre, h), (dots,) = quantize_computed(compute, operands, [dpre, h], **how)

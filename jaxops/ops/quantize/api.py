@@ -22,7 +22,9 @@ from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.numerics.fp8 import AMAX_MAX, FP8, SCALINGS, Quantized, scale_and_factor
 from jaxops._lib.planning.device import device_of
 from jaxops._lib.planning.tuned import tuned_rows
-from jaxops.ops.quantize.cast_pallas import cast_pallas, line_amax_pallas
+from jaxops.ops.quantize.amax_pallas import line_amax_pallas
+from jaxops.ops.quantize.cast_pallas import cast_pallas
+from jaxops.ops.quantize.outputs import Beside, Computation, Gathered, Output, kinds_of
 from jaxops.ops.quantize.plan import LAYOUTS, Arrays, Plan, Problem, Spec, make_plan
 from jaxops.ops.quantize.xla import cast_xla, dequantize_xla, tensor_amax
 
@@ -250,6 +252,17 @@ def _run(spec: Spec, given: Arrays, backend: str, plan: Plan | None) -> tuple[Qu
     return q, found.get("amax")
 
 
+_NAMES = {"values0": "values", "scales0": "scales", "values_t0_0": "values_t", "scales_t0_0": "scales_t"}
+_NAMES["measured"] = "measured"
+
+
+def _source(arrays: Arrays) -> Any:
+    """The operand of the cast."""
+    if arrays.indices is not None:
+        return Gathered(arrays.x[0], arrays.indices)
+    return arrays.x if arrays.right is None else Beside(arrays.x, arrays.right)
+
+
 def _passes(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
     """The pass for the largest magnitudes, if a program of the cast does not see all that share a scale; then the
     cast.
@@ -258,18 +271,32 @@ def _passes(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
         return cast_xla(spec, arrays)
     assert plan.cast is not None  # make_plan fills both
     assert plan.amax is not None
-    interpret, factors, found = plan.on.interpret, {}, {}
+    interpret, given, found, parts = plan.on.interpret, {}, {}, None
+    operands = (_source(arrays),)
+    output = Output(spec.scaling, spec.fp8, spec.layouts)
+    dtype = jnp.dtype(arrays.x.dtype).name
+    computation = Computation(None, kinds_of(operands), (output,), dtype, 0, spec.pow2)
     if spec.scaling == "tensorwise":
-        factors["amax"] = tensor_amax(arrays) if arrays.amax is None else arrays.amax[:, None]
+        parts = tensor_amax(arrays) if arrays.amax is None else arrays.amax[:, None]
+        given["amax0"] = parts
     elif spec.scaling == "rowwise" and (spec.col or plan.cast.cols < arrays.shape[2]):
-        row, col = line_amax_pallas(plan.amax, arrays, row=spec.row, col=spec.col, interpret=interpret)
+        how = {"row": spec.row, "col": spec.col, "interpret": interpret}
+        row, col = line_amax_pallas(computation, plan.amax, operands, arrays.offsets, **how)
         if row is not None:
-            found["scales"], factors["row_factors"] = scale_and_factor(row, spec.fp8, spec.pow2)
+            found["scales"], given["row_factors0"] = scale_and_factor(row, spec.fp8, spec.pow2)
         if col is not None:
-            found["scales_t"], factors["col_factors"] = scale_and_factor(col, spec.fp8, spec.pow2)
-    found |= cast_pallas(spec, plan.cast, arrays, factors, interpret=interpret)
+            found["scales_t"], given["col_factors0"] = scale_and_factor(col, spec.fp8, spec.pow2)
+    given = {name: value.reshape(-1) for name, value in given.items()}
+    if arrays.words is not None:
+        given["words"] = arrays.words
+    measure = spec.measure and arrays.amax is not None
+    results = cast_pallas(computation, plan.cast, operands, arrays.offsets, given, measure=measure, interpret=interpret)
+    for name, value in results.items():
+        found[_NAMES[name]] = value.reshape(arrays.shape[0], -1, *value.shape[1:])
+    if spec.scaling == "tensorwise":
+        found["scales"] = found["scales"][:, 0]
     if spec.measure:
-        found["amax"] = jnp.minimum(jnp.max(found.pop("measured", factors["amax"]), axis=1), AMAX_MAX)
+        found["amax"] = jnp.minimum(jnp.max(found.pop("measured", parts), axis=1), AMAX_MAX)
     return found
 
 

@@ -1,8 +1,10 @@
-"""The cast: one read of each tile, its scales, its values in every layout; and a pass before it for the largest
-magnitudes, where a scale spans several tiles (Pallas on Triton)."""
+"""The kernel of every cast (Pallas on Triton): one read of each tile of its sources, the tensors computed from them,
+their scales, and their values in every layout."""
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,217 +29,254 @@ from jaxops._lib.planning.costs import bytes_of
 from jaxops._lib.planning.traced_once import traced_once
 from jaxops._lib.ragged.offsets import padded_rows
 from jaxops._lib.ragged.tiling import tile_bound
-from jaxops.ops.quantize.plan import Arrays, Spec, Tiles
+from jaxops.ops.quantize.outputs import Computation, Operands, itemsize_of, size_of
+from jaxops.ops.quantize.plan import Tiles
 from jaxops.ops.quantize.tile_pallas import (
     BLOCKS,
     COLUMNS,
     ROWS,
     Grid,
     Location,
-    Mask,
     abs_for_max,
     inside,
     locate,
+    read,
+    refs_of,
 )
 
 
-def _sources(arrays: Arrays) -> dict[str, jax.Array | None]:
-    """The operands of which `_read` takes elements, stacks as one matrix."""
-    x, right = (None if a is None else a.reshape(-1, a.shape[2]) for a in (arrays.x, arrays.right))
-    return {"x": x, "right": right, "indices": arrays.indices}
+@dataclasses.dataclass(frozen=True)
+class _Cast:
+    """The cast of a tile of output n.
 
-
-def _read(ref: dict, grid: Grid, at: tuple[jax.Array, jax.Array], rows_in: Mask, columns_in: Mask, j) -> jax.Array:
-    """A tile of the tensor that is cast (see `Arrays`), zeros where a mask does not hold.
-
-    Args:
-      at: rows (of a stack, as one matrix) and columns.
-      j: scalar, the tile's number among those of its rows.
+    Attributes:
+      pid: the tile's number.
+      size: [G, M, K] of each tensor.
+      columns: of its column layout: M, or those of padded groups.
+      random: bits of stochastic rounding, or None.
     """
-    (rows, columns), x_ref = at, ref["x"]
-    if "indices" in ref:
-        # Without a mask, so that no predicate keeps a thread's loads of indices from being issued all at once.
-        found = load(ref["indices"], (jnp.minimum(rows, ref["indices"].shape[0] - 1),))
-        rows = jnp.clip(found, 0, x_ref.shape[0] - 1)
-    if "right" not in ref:
-        return load(x_ref, (rows, columns), both(rows_in, columns_in))
-    F, cols = x_ref.shape[1], grid.tiles.cols
-    in_left = grid.index(j) < F // cols if F % cols == 0 else columns < F
-    left = load(x_ref, (rows, columns), both(rows_in, in_left))
-    # Into the same registers: a thread waits for the first load only where the second one is masked off.
-    return load(ref["right"], (rows, columns - F), both(rows_in, columns_in, ~in_left), other=left)
 
+    computation: Computation
+    n: int
+    ref: dict
+    grid: Grid
+    p: Location
+    pid: jax.Array
+    size: tuple[int, int, int]
+    columns: int
+    random: jax.Array | None
+    interpret: bool
 
-def _lines_kernel(ref: dict, *, grid: Grid, size: tuple[int, int, int], interpret: bool):
-    tiles, (_, M, K) = grid.tiles, size
-    across, down = pl.cdiv(K, tiles.cols), pl.cdiv(M, tiles.rows)
-    pid = pl.program_id(0)
-    g, i, j = pid // (across * down), pid // across % down, pid % across
-    if "indices" in ref:  # column by column, as in _tensor_kernel; of one tensor
-        i, j = pid % down, pid // down
-    rows, columns = i * tiles.rows + grid.rows, j * tiles.cols + grid.columns
-    rows_in = None if M % tiles.rows == 0 else rows < M
-    columns_in = None if K % tiles.cols == 0 else columns < K
-    if "indices" in ref:  # rows outside the groups are not read
-        rows_in = both(rows_in, inside(ref["offsets"], rows))
-    x = _read(ref, grid, (g * M + rows, columns), rows_in, columns_in, j)
-    found = abs_for_max(infinity_to_nan(x), interpret)
-    if "rows" in ref:
-        store(ref["rows"], (grid.index(j), g * M + rows), nan_to_zero(grid.largest(found, *COLUMNS, *BLOCKS)), rows_in)
-    if "columns" in ref:
-        of_groups = jnp.where(inside(ref["offsets"], rows), found, 0.0) if "offsets" in ref else found
-        store(ref["columns"], (grid.index(i), g * K + columns), nan_to_zero(grid.largest(of_groups, *ROWS)), columns_in)
+    @property
+    def output(self):
+        return self.computation.outputs[self.n]
 
+    def _scale_of(self, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        is_bfloat16 = self.computation.dtype == "bfloat16"
+        return scale_and_factor(amax, self.output.fp8, self.computation.pow2, is_bfloat16)
 
-@traced_once("tiles", "row", "col", "interpret")
-def line_amax_pallas(
-    tiles: Tiles, arrays: Arrays, *, row: bool, col: bool, interpret: bool
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """The largest magnitudes of rows [G, M] and of columns [G, K] (over the rows in groups), float32; None unless
-    asked.
-    """
-    x, (G, M, K) = arrays.x, arrays.shape
-    across, down = pl.cdiv(K, tiles.cols), pl.cdiv(M, tiles.rows)
-    grid = Grid.of(tiles, x.dtype.itemsize, by_blocks=False)
-    out = ({"rows": (across, G * M)} if row else {}) | ({"columns": (down, G * K)} if col else {})
-    parts = launch_named(
-        functools.partial(_lines_kernel, grid=grid, size=(G, M, K), interpret=interpret),
-        _sources(arrays) | {"offsets": arrays.offsets if col else None},
-        {name: out_struct(shape, jnp.float32, like=x) for name, shape in out.items()},
-        grid=(G * across * down,),
-        warps=tiles.warps,
-        interpret=interpret,
-        name="quantize_amax",
-        # A magnitude, and its comparison with its row's and its column's largest one.
-        flops=(1 + row + col) * math.prod(arrays.shape),
-    )
-    found = {name: jnp.max(part, axis=0).reshape(G, -1) for name, part in parts.items()}
-    return found.get("rows"), found.get("columns")
-
-
-def _scale(
-    ref: dict, spec: Spec, grid: Grid, sizes: jax.Array, p: Location, size: tuple[int, int, int]
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """The factors of the row layout's and the column layout's values; stores this tile's scales."""
-    (G, M, K), g = size, p.g
-
-    def scale_of(amax):
-        return scale_and_factor(amax, spec.fp8, spec.pow2, is_bfloat16=ref["x"].dtype == jnp.bfloat16)
-
-    if spec.scaling == "tensorwise":
-        n = ref["amax"].shape[0] // G
-        part = jnp.arange(power_of_2(n), dtype=jnp.int32)
-        amax = jnp.max(plgpu.load(ref["amax"].at[g * n + part], mask=part < n, other=0.0))
+    def given(self) -> jax.Array | None:
+        """The factor that is known before the tile: of a whole tensor."""
+        ref, n, p = self.ref, self.n, self.p
+        if f"factor{n}" in ref:
+            return ref[f"factor{n}"]
+        if f"amax{n}" not in ref:
+            return None
+        parts = ref[f"amax{n}"].shape[0] // self.size[0]
+        part = jnp.arange(power_of_2(parts), dtype=jnp.int32)
+        amax = jnp.max(plgpu.load(ref[f"amax{n}"].at[p.g * parts + part], mask=part < parts, other=0.0))
         amax = jnp.broadcast_to(amax, p.block.shape)
-        scale, factor = scale_and_factor(amax, spec.fp8, spec.pow2)  # a given amax is any float32
-        store(ref["scales"], (jnp.zeros_like(p.block) + g,), scale, p.is_first)
-        return factor, factor
-    if "row_factors" in ref or "col_factors" in ref:
-        row = load(ref["row_factors"], (g * M + p.rows,), p.rows_in) if spec.row else None
-        col = load(ref["col_factors"], (g * K + p.columns,), p.columns_in) if spec.col else None
-        return row, col
-    if spec.scaling == "rowwise":
-        scale, factor = scale_of(grid.largest(sizes, *COLUMNS))
-        store(ref["scales"], (g * M + p.rows,), scale, p.rows_in)
-        return factor, factor
-    across, down = pl.cdiv(K, BLOCK), pl.cdiv(ref["values_t"].shape[1] if "tiles" in ref else M, BLOCK)
-    if spec.scaling == "block_128x128":
-        scale, factor = scale_of(grid.largest(sizes, *COLUMNS, *ROWS))
-        if spec.row:
-            store(ref["scales"], (g * down + p.block, p.blocks), scale, p.blocks_in)
-        if spec.col:
-            store(ref["scales_t"], (g * across + p.blocks, p.block), scale, p.blocks_in)
-        return factor, factor
-    row = col = None
-    if spec.row:
-        scale, row = scale_of(grid.largest(sizes, *COLUMNS))
-        store(ref["scales"], (g * across + p.blocks, p.rows), scale, both(p.rows_in, p.blocks_in))
-    if spec.col:
-        scale, col = scale_of(grid.largest(sizes, *ROWS))
-        store(ref["scales_t"], (g * down + p.block, p.columns), scale, both(p.columns_in, p.block_in))
-    return row, col
+        scale, factor = scale_and_factor(amax, self.output.fp8, self.computation.pow2)  # a given amax is any float32
+        store(ref[f"scales{n}"], (jnp.zeros_like(p.block) + p.g,), scale, p.is_first)
+        return factor
+
+    def row_factors(self, parts: range, sizes: list[jax.Array]) -> list[jax.Array]:
+        """The factor of each part's values in the row layout; stores this tile's scales."""
+        ref, n, p, grid, (_, M, K) = self.ref, self.n, self.p, self.grid, self.size
+        if f"row_factors{n}" in ref:
+            return [load(ref[f"row_factors{n}"], (p.g * M + p.rows,), p.rows_in)]
+        if self.output.scaling == "rowwise":
+            found = [grid.largest(size, *COLUMNS, *BLOCKS) for size in sizes]
+            scale, factor = self._scale_of(functools.reduce(jnp.maximum, found))
+            store(ref[f"scales{n}"], (p.g * M + p.rows,), scale, p.rows_in)
+            return [factor] * len(parts)
+        across, factors = pl.cdiv(K, BLOCK), []
+        for part, size in zip(parts, sizes, strict=True):
+            scale, factor = self._scale_of(grid.largest(size, *COLUMNS))
+            at = (p.g * across + part * across + p.blocks, p.rows)
+            store(ref[f"scales{n}"], at, scale, both(p.rows_in, p.blocks_in))
+            factors.append(factor)
+        return factors
+
+    def col_factor(self, part: int, size: jax.Array) -> jax.Array:
+        """The factor of a part's values in the column layout; stores this tile's scales."""
+        ref, n, p, grid, (_, _, K) = self.ref, self.n, self.p, self.grid, self.size
+        if f"col_factors{n}" in ref:
+            return load(ref[f"col_factors{n}"], (p.g * K + p.columns,), p.columns_in)
+        scale, factor = self._scale_of(grid.largest(size, *ROWS))
+        at = (p.g * pl.cdiv(self.columns, BLOCK) + p.block, p.columns)
+        store(ref[f"scales_t{n}_{part}"], at, scale, both(p.columns_in, p.block_in))
+        return factor
+
+    def block_factor(self, size: jax.Array) -> jax.Array:
+        """The factor of blocks of 128x128, for both layouts; stores this tile's scales."""
+        ref, n, p, (_, M, K) = self.ref, self.n, self.p, self.size
+        scale, factor = self._scale_of(self.grid.largest(size, *COLUMNS, *ROWS))
+        if self.output.row:
+            store(ref[f"scales{n}"], (p.g * pl.cdiv(M, BLOCK) + p.block, p.blocks), scale, p.blocks_in)
+        if self.output.col:
+            store(ref[f"scales_t{n}_0"], (p.g * pl.cdiv(K, BLOCK) + p.blocks, p.block), scale, p.blocks_in)
+        return factor
+
+    def _cast(self, values: jax.Array, arranged=lambda tile: tile) -> jax.Array:
+        if self.random is None:
+            return cast_saturating(arranged(values), self.output.fp8, saturates=not self.interpret)
+        return cast_stochastic(arranged(values), self.output.fp8, arranged(self.random))
+
+    def store(self, parts: range, tensors: list[jax.Array]) -> None:
+        """Stores this tile of some parts, which share what they have in scales."""
+        output, ref, n, p, grid, (_, M, K) = self.output, self.ref, self.n, self.p, self.grid, self.size
+        if output.plain:
+            for part, x in zip(parts, tensors, strict=True):
+                store(ref[f"plain{n}_{part}"], (p.rows, p.columns), x, both(p.rows_in, p.columns_in))
+        if output.layouts == "none":
+            return
+        given, computed = self.given(), self.computation.compute is not None
+        # With a given factor in pairs, the gated unit's backward would have so many registers that one program ran at
+        # once.
+        values = [infinity_to_nan(x, in_pairs=given is None or not computed) for x in tensors]
+        sizes = [abs_for_max(x, self.interpret) for x in values]
+        if "measured" in ref:
+            amax = nan_to_zero(grid.largest(sizes[0], *COLUMNS, *ROWS, *BLOCKS))
+            store(ref["measured"], (jnp.zeros_like(p.block) + self.pid,), amax)
+        if output.scaling == "block_128x128":
+            given = self.block_factor(sizes[0])
+        rows: list[Any] = [given] * len(parts)
+        cols = rows
+        if given is None and output.row:
+            rows = self.row_factors(parts, sizes)
+        if given is None and output.col and not computed:
+            cols = [self.col_factor(part, size) for part, size in zip(parts, sizes, strict=True)]
+        if output.row:
+            for part, x, factor in zip(parts, values, rows, strict=True):
+                at = (p.g * M + p.rows, part * K + p.columns)
+                store(ref[f"values{n}"], at, self._cast(x * factor), both(p.rows_in, p.columns_in))
+        if output.col:
+            for i, (part, x) in enumerate(zip(parts, values, strict=True)):
+                factor = self.col_factor(part, sizes[i]) if given is None and computed else cols[i]
+                at = (p.g * K + p.columns_t, p.rows_t)
+                store(ref[f"values_t{n}_{part}"], at, self._cast(x * factor, grid.transposed), p.t_in)
 
 
-def _cast_kernel(ref: dict, *, spec: Spec, grid: Grid, size: tuple[int, int, int], down: int, interpret: bool):
+def _cast_kernel(
+    ref: dict, *, computation: Computation, grid: Grid, size: tuple[int, int, int], down: int, columns: int,
+    interpret: bool,
+) -> None:  # fmt: skip
     G, M, K = size
     pid = pl.program_id(0)
-    if spec.scaling == "tensorwise":  # from the end, which the pass before has left in L2
+    if computation.measured:  # from the end, which the pass before has left in L2
         pid = G * down * pl.cdiv(K, grid.tiles.cols) - 1 - pid
-    p = locate(ref, pid, grid, size, down)
-    rows_in = both(p.rows_in, p.block_in) if "indices" in ref else p.rows_in  # no tile outside the groups is read
-    x = infinity_to_nan(_read(ref, grid, (p.g * M + p.rows, p.columns), rows_in, p.columns_in, p.j))
-    sizes = abs_for_max(x, interpret)
-    if "measured" in ref:
-        amax = nan_to_zero(grid.largest(sizes, *COLUMNS, *ROWS, *BLOCKS))
-        store(ref["measured"], (jnp.zeros_like(p.block) + pid,), amax)
-    factors = _scale(ref, spec, grid, sizes, p, size)
+    p = locate(ref.get("tiles"), pid, grid, size, down, columns // BLOCK)
+    if "Gathered" in computation.kinds:  # no tile outside the groups is read
+        p = dataclasses.replace(p, rows_in=both(p.rows_in, p.block_in))
+    if "offsets" in ref:
+        p = dataclasses.replace(p, rows_in=both(p.rows_in, inside(ref["offsets"], p.rows)))
+    # With the operands: between the stores the threads would wait for each.
+    factors = {name: load(x, (grid.index(0),)) for name, x in ref.items() if name.startswith("factor")}
+    rows = p.g * M + p.rows
+    tensors, addends = read(ref, computation, grid, (rows, p.columns), p.rows_in, p.columns_in, p.j)
+    for i, x in enumerate(addends):
+        store(ref[f"sums{i}"], (grid.index(p.j), p.rows), grid.summed(x, *COLUMNS, *BLOCKS), p.rows_in)
     random = None
     if "words" in ref:
-        row_word, column_word = (plgpu.load(ref["words"].at[grid.index(n)]) for n in range(2))
-        random = random_bits(p.g * M + p.rows, p.columns, (row_word, column_word))
-
-    def cast(factor, arranged=lambda tile: tile):
-        values = arranged(x * factor)
-        if random is None:
-            return cast_saturating(values, spec.fp8, saturates=not interpret)
-        return cast_stochastic(values, spec.fp8, arranged(random))
-
-    if spec.row:
-        store(ref["values"], (p.g * M + p.rows, p.columns), cast(factors[0]), both(p.rows_in, p.columns_in))
-    if spec.col:
-        store(ref["values_t"], (p.g * K + p.columns_t, p.rows_t), cast(factors[1], grid.transposed), p.t_in)
+        words = [plgpu.load(ref["words"].at[grid.index(n)]) for n in range(2)]
+        random = random_bits(rows, p.columns, (words[0], words[1]))
+    numbers = computation.tensors()
+    for n, parts in computation.steps():
+        cast = _Cast(computation, n, ref | factors, grid, p, pid, size, columns, random, interpret)
+        cast.store(parts, [tensors[numbers.index((n, part))] for part in parts])
 
 
-@traced_once("spec", "tiles", "interpret")
+def _results(
+    computation: Computation, size: tuple[int, int, int], columns: int, tiles: Tiles, given: dict
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each result, stacks as one matrix."""
+    (G, M, K), found = size, {}
+    across, row_blocks = pl.cdiv(K, BLOCK), pl.cdiv(columns, BLOCK)
+    for i in range(computation.sums):
+        found[f"sums{i}"] = ((pl.cdiv(K, tiles.cols), M), "float32")
+    for n, output in enumerate(computation.outputs):
+        scales, scales_t = {
+            "tensorwise": ((G,) if f"amax{n}" in given else None, None),
+            "rowwise": (None if f"row_factors{n}" in given or not output.row else (G * M,), None),
+            "block_1x128": ((G * output.parts * across, M) if output.row else None, (G * row_blocks, K)),
+            "block_128x128": ((G * row_blocks, across) if output.row else None, (G * across, row_blocks)),
+        }[output.scaling]
+        if output.row:
+            found[f"values{n}"] = ((G * M, output.parts * K), output.fp8)
+        if scales and output.layouts != "none":
+            found[f"scales{n}"] = (scales, "float32")
+        for part in range(output.parts):
+            if output.col:
+                found[f"values_t{n}_{part}"] = ((G * K, columns), output.fp8)
+                if scales_t:
+                    found[f"scales_t{n}_{part}"] = (scales_t, "float32")
+            if output.plain:
+                found[f"plain{n}_{part}"] = ((M, K), computation.dtype)
+    return found
+
+
+@traced_once("computation", "tiles", "measure", "interpret")
 def cast_pallas(
-    spec: Spec, tiles: Tiles, arrays: Arrays, factors: dict[str, jax.Array], *, interpret: bool
-) -> dict[str, jax.Array]:
-    """By name: values, scales, values_t, scales_t as in `Quantized` with a leading G, of the layouts asked. No size is
-    0.
+    computation: Computation, tiles: Tiles, operands: Operands, offsets: jax.Array | None,
+    given: dict[str, jax.Array], *, measure: bool = False, interpret: bool,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """By name: for output n values{n} and scales{n}, for its parts values_t{n}_{part}, scales_t{n}_{part} and
+    plain{n}_{part}, as `Output` asks, stacks as one matrix; sums{i}: parts [cdiv(K, tiles.cols), M]; with measure
+    measured, the largest magnitude of each tile. No size is 0.
 
     Args:
-      factors: of the amax pass: amax [G, parts] (tensorwise), or row_factors [G, M] and col_factors [G, K] (rowwise),
-        whose scales are known and not written; else {}.
+      offsets: [groups + 1] int32, or None.
+      given: words [2] of stochastic rounding; for output n what is known of its scales: amax{n} [G * parts], of which
+        the scales are made and written; factor{n} [1]; row_factors{n} [G * M] and col_factors{n} [G * K].
     """
-    x, offsets, words, (G, M, K) = arrays.x, arrays.offsets, arrays.words, arrays.shape
-    col_blocks, row_blocks = pl.cdiv(K, BLOCK), pl.cdiv(M, BLOCK)
-    down, M_t = pl.cdiv(M, tiles.rows), M
-    unused = 0  # bytes of the columns and scales that are not written unless every group ends in a partial block
-    operands = _sources(arrays) | {name: value.reshape(-1) for name, value in factors.items()}
-    if offsets is not None and spec.col:
+    G, M, K = size = size_of(operands)
+    named: dict[str, jax.Array | None] = {**refs_of(operands), **given}
+    down, columns, unused = pl.cdiv(M, tiles.rows), M, 0
+    computed = computation.compute is not None
+    if computed:
+        named["offsets"] = offsets
+    if offsets is not None and computation.col:
         groups = offsets.shape[0] - 1
-        down, M_t = tile_bound(M, groups, tiles.rows), padded_rows(M, groups)
-        row_blocks = M_t // BLOCK
-        operands["tiles"] = schedule_rows(offsets, M, tiles.rows, interpret)
-        unused = groups * K * (BLOCK + 4 * (spec.scaling == "block_1x128"))
+        down, columns = tile_bound(M, groups, tiles.rows), padded_rows(M, groups)
+        # A tile knows its rows: it does not read the offsets. Rows outside the groups have results of `quantize` only.
+        spans = ((1, groups + 1),) if computed else ()
+        named |= {"tiles": schedule_rows(offsets, M, tiles.rows, interpret, spans), "offsets": None}
+        # Bytes of the columns and scales that are not written unless every group ends in a partial block.
+        of_column = [
+            output.parts * (BLOCK + 4 * (output.scaling == "block_1x128"))
+            for output in computation.outputs
+            if output.col
+        ]
+        unused = groups * K * sum(of_column)
     programs = G * down * pl.cdiv(K, tiles.cols)
-
-    fp8, f32 = jnp.dtype(spec.fp8), jnp.dtype("float32")
-    out = {"values": ((G * M, K), fp8)} if spec.row else {}
-    out |= {"values_t": ((G * K, M_t), fp8)} if spec.col else {}
-    shapes = {
-        "tensorwise": {"scales": (G,)},
-        "rowwise": {} if factors else {"scales": (G * M,)},
-        "block_1x128": {"scales": (G * col_blocks, M), "scales_t": (G * row_blocks, K)},
-        "block_128x128": {"scales": (G * row_blocks, col_blocks), "scales_t": (G * col_blocks, row_blocks)},
-    }[spec.scaling]
-    wanted = {"scales": spec.row or spec.scaling == "tensorwise", "scales_t": spec.col}
-    out |= {name: (shape, f32) for name, shape in shapes.items() if wanted[name]}
-    out |= {"measured": ((programs,), f32)} if spec.measure and arrays.amax is not None else {}
-    grid = Grid.of(tiles, x.dtype.itemsize, by_blocks=spec.scaling == "block_1x128" and spec.row)
-    results = {name: out_struct(*shape_and_dtype, like=x) for name, shape_and_dtype in out.items()}
-    # An element: its magnitude and a comparison unless its scale is known, and in each layout times the factor.
-    flops = (2 * (not factors) + spec.row + spec.col) * math.prod(arrays.shape)
-    found = launch_named(
-        functools.partial(_cast_kernel, spec=spec, grid=grid, size=(G, M, K), down=down, interpret=interpret),
-        operands | {"words": words},
+    like: Any = next(iter(named.values()))
+    wanted = _results(computation, size, columns, tiles, given)
+    if measure:
+        wanted["measured"] = ((programs,), "float32")
+    results = {name: out_struct(shape, jnp.dtype(dtype), like=like) for name, (shape, dtype) in wanted.items()}
+    by_blocks = any(output.scaling == "block_1x128" and output.row for output in computation.outputs)
+    grid = Grid.of(tiles, itemsize_of(operands), by_blocks)
+    return launch_named(
+        functools.partial(
+            _cast_kernel, computation=computation, grid=grid, size=size, down=down, columns=columns, interpret=interpret
+        ),
+        named,
         results,
         grid=(programs,),
         warps=tiles.warps,
         interpret=interpret,
-        name="quantize_cast",
-        flops=flops,
-        bytes_accessed=bytes_of(*operands.values(), words, *results.values()) - unused,
+        name="quantize_computed_cast" if computed else "quantize_cast",
+        flops=computation.flops_of_element(known=bool(given.keys() - {"words"})) * math.prod(size),
+        bytes_accessed=bytes_of(*named.values(), *results.values()) - unused,
     )
-    results = {name: value.reshape(G, -1, *value.shape[1:]) for name, value in found.items()}
-    return results | ({"scales": results["scales"][:, 0]} if spec.scaling == "tensorwise" else {})

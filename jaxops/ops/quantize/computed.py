@@ -7,13 +7,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxops._lib.arrays.checks import check_choice
 from jaxops._lib.arrays.differentiable import differentiable
 from jaxops._lib.arrays.manual_axes import vary_together
-from jaxops._lib.numerics.fp8 import Quantized, magnitudes
+from jaxops._lib.numerics.fp8 import Quantized, magnitudes, scale_and_factor
 from jaxops._lib.planning.device import device_of
+from jaxops.ops.quantize.amax_pallas import tensor_amax_pallas
 from jaxops.ops.quantize.api import quantize
-from jaxops.ops.quantize.computed_pallas import Operands, computed_amax_pallas, computed_cast_pallas, size_of
-from jaxops.ops.quantize.outputs import Computation, Computed, Halves, Output, amax_tiles, cast_tiles
+from jaxops.ops.quantize.cast_pallas import cast_pallas
+from jaxops.ops.quantize.outputs import (
+    Computation,
+    Computed,
+    Halves,
+    Operands,
+    Output,
+    amax_tiles,
+    cast_tiles,
+    kinds_of,
+    size_of,
+)
 from jaxops.ops.quantize.plan import PLANNER, Problem, Tiles
 
 Results = tuple[tuple[Computed, ...], tuple[jax.Array, ...]]
@@ -59,9 +71,11 @@ def quantize_computed(
       ValueError: no matrix among the operands; an unknown backend; tiles that do not hold what shares a scale.
       NotImplementedError: a derivative; "pallas" on a GPU without FP8.
     """
+    for output in outputs:
+        check_choice("Output.scaling", output.scaling, ("tensorwise", "rowwise", "block_1x128"))
     given, offsets = vary_together(tuple(operands), group_offsets)
-    R, C = size_of(given)
-    computation = Computation(compute, tuple(outputs), jnp.dtype(dtype).name, sums, pow2_scales)
+    _, R, C = size_of(given)
+    computation = Computation(compute, kinds_of(given), tuple(outputs), jnp.dtype(dtype).name, sums, pow2_scales)
     problem = Problem(R, C, computation.dtype, "block_1x128", "row", ragged=True)
     device, backend = PLANNER.choose(problem, device_of(given, offsets), backend, None)
     if backend == "xla" or 0 in (R, C) or not computation.in_one_pass(C):
@@ -74,10 +88,26 @@ def quantize_computed(
 def _passes(
     computation: Computation, cast: Tiles, amax: Tiles, interpret: bool, operands: Operands, offsets: jax.Array
 ) -> Results:
-    most = None
-    if any(output.measured for output in computation.outputs):
-        most = computed_amax_pallas(computation, amax, operands, offsets, interpret=interpret)
-    return computed_cast_pallas(computation, cast, operands, offsets, most, interpret=interpret)
+    scales, factors = {}, {}
+    if computation.measured:
+        most = tensor_amax_pallas(computation, amax, operands, offsets, interpret=interpret)
+        for i, n in enumerate(computation.measured):
+            scales[n], factor = scale_and_factor(most[i], computation.outputs[n].fp8, computation.pow2)
+            factors[f"factor{n}"] = factor[None]
+    found = cast_pallas(computation, cast, operands, offsets, factors, interpret=interpret)
+    results = []
+    for n, output in enumerate(computation.outputs):
+        parts = range(output.parts)
+        how: Any = {"scaling": output.scaling, "dtype": computation.dtype, "group_offsets": offsets}
+        row, cols = None, ()
+        if output.row:
+            row = Quantized(found[f"values{n}"], scales.get(n, found.get(f"scales{n}")), **how)
+        if output.col:
+            pairs = [(found[f"values_t{n}_{i}"], scales.get(n, found.get(f"scales_t{n}_{i}"))) for i in parts]
+            cols = tuple(Quantized(None, None, *pair, **how) for pair in pairs)
+        plain = tuple(found[f"plain{n}_{i}"] for i in parts) if output.plain else ()
+        results.append(Computed(row, cols, plain))
+    return tuple(results), tuple(found[f"sums{i}"] for i in range(computation.sums))
 
 
 def _no_gradient(*_):
@@ -95,6 +125,7 @@ def composed(computation: Computation, operands: Operands, offsets: jax.Array, b
             whole += jnp.split(x.x, 2, axis=1)
         else:
             whole.append(x[:, None] if x.ndim == 1 else x)
+    assert computation.compute is not None
     tensors, addends = computation.compute(*(x.astype(jnp.float32) for x in whole))
     rounded = [x.astype(computation.dtype) for x in tensors]
     results = []

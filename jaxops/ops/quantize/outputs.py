@@ -1,14 +1,15 @@
-"""What `quantize_computed` reads and writes, and how its passes are cut into programs."""
+"""What a cast reads and writes: its sources, the tensors computed from them, and their layouts. How the passes of
+`quantize_computed` are cut into programs."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from jaxops._lib.arrays.checks import check_choice, check_dtype
 from jaxops._lib.arrays.powers import power_of_2
-from jaxops._lib.numerics.fp8 import BLOCK, FP8, Quantized
+from jaxops._lib.numerics.fp8 import BLOCK, FP8, SCALINGS, Quantized
 from jaxops.ops.quantize.plan import LAYOUTS, WHOLE_ROW, Tiles
 
 _WIDTHS = (512, 256)  # columns of a tile without a column layout, where they divide a row
@@ -20,12 +21,56 @@ class Halves(NamedTuple):
     x: jax.Array
 
 
+class Gathered(NamedTuple):
+    """Rows of x [T, C] as an operand [R, C]: row r is x[indices[r]], indices are int32 and clamped to [0, T)."""
+
+    x: jax.Array
+    indices: jax.Array
+
+
+class Beside(NamedTuple):
+    """Two matrices (or stacks) as an operand: the columns of x, then those of right."""
+
+    x: jax.Array
+    right: jax.Array
+
+
+# Matrices [R, C], a stack [G, R, C], vectors [R], and the sources above.
+Operands = tuple[Any, ...]
+
+
+def size_of(operands: Operands) -> tuple[int, int, int]:
+    """G, R and C of the tensors that are cast; G is 1 without a stack."""
+    for operand in operands:
+        if isinstance(operand, Halves):
+            return 1, operand.x.shape[0], operand.x.shape[1] // 2
+        if isinstance(operand, Gathered):
+            return 1, operand.indices.shape[0], operand.x.shape[-1]
+        x = operand.x if isinstance(operand, Beside) else operand
+        if x.ndim > 1:
+            more = operand.right.shape[-1] if isinstance(operand, Beside) else 0
+            return (1, *x.shape)[-3], x.shape[-2], x.shape[-1] + more
+    raise ValueError("one of the operands must be a matrix [R, C], or Halves of one [R, 2 * C].")
+
+
+def itemsize_of(operands: Operands) -> int:
+    """Bytes of a number of the widest matrix."""
+    matrices = [operand[0] if isinstance(operand, tuple) else operand for operand in operands]
+    return max(x.dtype.itemsize for x in matrices if x.ndim > 1)
+
+
+def kinds_of(operands: Operands) -> tuple[str, ...]:
+    """The class of each source, "vector" or "matrix"."""
+    names = {True: "vector", False: "matrix"}
+    return tuple(type(x).__name__ if isinstance(x, tuple) else names[x.ndim == 1] for x in operands)
+
+
 @dataclasses.dataclass(frozen=True)
 class Output:
     """How one result is written: `parts` computed tensors [R, C], side by side [R, parts * C] in the row layout.
 
     Attributes:
-      scaling: "tensorwise", "rowwise" or "block_1x128", as in `quantize`. All parts share a tensorwise scale.
+      scaling: as in `quantize`; block_128x128 of one tensor that is not computed. All parts share a tensorwise scale.
       fp8: name of the values' dtype.
       layouts: "row", "col", "both", or "none". A column layout is that of one part.
       parts: how many of the computed tensors.
@@ -39,7 +84,7 @@ class Output:
     plain: bool = False
 
     def __post_init__(self):
-        check_choice("Output.scaling", self.scaling, ("tensorwise", "rowwise", "block_1x128"))
+        check_choice("Output.scaling", self.scaling, SCALINGS)
         check_choice("Output.layouts", self.layouts, (*LAYOUTS, "none"))
         check_dtype("Output.fp8", self.fp8, FP8)
 
@@ -53,7 +98,7 @@ class Output:
 
     @property
     def measured(self) -> bool:
-        """Whether a pass before the cast finds the largest magnitude."""
+        """Whether the largest magnitude is known before the cast: given, or found by a pass."""
         return self.scaling == "tensorwise" and self.layouts != "none"
 
 
@@ -76,14 +121,16 @@ class Computation:
     """What is static in a call, beside shapes and dtypes.
 
     Attributes:
-      compute: see `quantize_computed`.
+      compute: see `quantize_computed`; None casts the one operand as it is.
+      kinds: see `kinds_of`, of the operands.
       outputs: the results, in the order of the tensors that compute returns.
       dtype: name of the dtype to which computed tensors are rounded first.
       sums: how many tensors compute returns whose rows are added up.
       pow2: scales are powers of two.
     """
 
-    compute: Callable
+    compute: Callable | None
+    kinds: tuple[str, ...]
     outputs: tuple[Output, ...]
     dtype: str
     sums: int
@@ -104,6 +151,18 @@ class Computation:
     @property
     def col(self) -> bool:
         return any(output.col for output in self.outputs)
+
+    @property
+    def measured(self) -> tuple[int, ...]:
+        """Numbers of the outputs whose largest magnitude is known before the cast."""
+        return tuple(n for n, output in enumerate(self.outputs) if output.measured)
+
+    def flops_of_element(self, known: bool = False) -> int:
+        """About four operations to compute each tensor, its magnitude and a comparison. Of a tensor that is cast as it
+        is, the last two unless its scale is known, and in each layout a product with the factor."""
+        if self.compute is not None:
+            return 6 * len(self.tensors())
+        return 2 * (not known) + self.outputs[0].row + self.outputs[0].col
 
     def in_one_pass(self, C: int) -> bool:
         """Whether the kernel casts tensors of C columns: a program's tile holds all that shares a scale."""

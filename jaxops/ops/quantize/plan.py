@@ -66,7 +66,7 @@ class Spec:
 
     scaling: str
     fp8: str
-    layouts: str = "row"
+    layouts: Literal["row", "col", "both"] = "row"
     pow2: bool = False
     measure: bool = False
 

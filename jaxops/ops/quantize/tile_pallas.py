@@ -1,4 +1,5 @@
-"""A tile of a cast's tensor as a kernel sees it: which thread holds which element, and where the tile lies."""
+"""A tile of a cast's tensors as a kernel sees it: which thread holds which element, where the tile lies, how it is read
+from its sources."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,9 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.numerics.fp8 import BLOCK, magnitudes
-from jaxops._lib.pallas.masked_pallas import both
+from jaxops._lib.numerics.instructions import widened
+from jaxops._lib.pallas.masked_pallas import both, load
 from jaxops._lib.ragged.tiling import panel_order
 from jaxops._lib.ragged.work_list import COLUMNS as SCHEDULED
+from jaxops.ops.quantize.outputs import Beside, Computation, Gathered, Halves, Operands
 from jaxops.ops.quantize.plan import Tiles
 
 # Names of axes, see `Grid`: of rows, and of columns in the order in which a reduction is cheapest.
@@ -151,7 +154,7 @@ def inside(offsets_ref, rows: jax.Array) -> jax.Array:
 class Location:
     """A program's tile in tensor g: index arrays, and their masks."""
 
-    g: jax.Array
+    g: jax.Array | int
     is_first: jax.Array  # the tile is the tensor's first
     rows: jax.Array  # of x and the row layout
     rows_in: Mask
@@ -167,21 +170,26 @@ class Location:
     j: jax.Array  # scalar, the tile's number among those of its rows
 
 
-def locate(ref: dict, pid: jax.Array, grid: Grid, size: tuple[int, int, int], down: int) -> Location:
-    (_, M, K), tiles = size, grid.tiles
+def locate(schedule_ref, pid: jax.Array, grid: Grid, size: tuple[int, int, int], down: int, blocks_t: int) -> Location:
+    """Where program pid's tile is, of `down` tiles one below the other.
+
+    Args:
+      schedule_ref: the work list of ragged groups' column layout, which has blocks_t blocks of 128 columns; or None.
+    """
+    (G, M, K), tiles = size, grid.tiles
     across = pl.cdiv(K, tiles.cols)
-    g, tile = pid // (down * across), pid % (down * across)
+    g, tile = (0, pid) if G == 1 else (pid // (down * across), pid % (down * across))
     i, j = panel_order(tile, down, across, tiles.panel)
     rows, block, t = i * tiles.rows + grid.rows, grid.index(i), grid.t
     rows_t = i * tiles.rows + t.rows
     rows_in, rows_t_in, block_in = (None, None, None) if M % tiles.rows == 0 else (rows < M, rows_t < M, None)
-    if "tiles" in ref:
-        column = ref["tiles"].shape[0] // SCHEDULED
-        start, end, number = (plgpu.load(ref["tiles"].at[n * column + i]) for n in (1, 2, 3))
+    if schedule_ref is not None:
+        column = schedule_ref.shape[0] // SCHEDULED
+        start, end, number = (plgpu.load(schedule_ref.at[n * column + i]) for n in (1, 2, 3))
         rows, block = start + grid.rows, grid.index(number)
         rows_in = rows < end
         # A tile outside the groups has no columns. A group's last tile writes all of its own: zeros past the end.
-        block_in, rows_t_in = ((b >= 0) & (b < ref["values_t"].shape[1] // BLOCK) for b in (block, t.index(number)))
+        block_in, rows_t_in = ((b >= 0) & (b < blocks_t) for b in (block, t.index(number)))
         rows_t = jnp.maximum(number, 0) * BLOCK + t.rows
     columns, blocks = j * tiles.cols + grid.columns, j * (tiles.cols // grid.width) + grid.blocks
     columns_t = j * tiles.cols + t.columns
@@ -192,3 +200,50 @@ def locate(ref: dict, pid: jax.Array, grid: Grid, size: tuple[int, int, int], do
     return Location(
         g, is_first, rows, rows_in, block, block_in, columns, columns_in, blocks, blocks_in, rows_t, columns_t, t_in, j
     )
+
+
+def refs_of(operands: Operands) -> dict[str, jax.Array]:
+    """The arrays of `read`'s operands by their names in a kernel, stacks as one matrix."""
+    arrays = {}
+    for n, operand in enumerate(operands):
+        is_source = isinstance(operand, (Halves, Gathered, Beside))
+        parts = operand._asdict() if is_source else {"x": operand}
+        arrays |= {f"{name}{n}": a.reshape(-1, a.shape[2]) if a.ndim == 3 else a for name, a in parts.items()}
+    return arrays
+
+
+def read(
+    ref: dict, computation: Computation, grid: Grid, at: tuple[jax.Array, jax.Array], rows_in: Mask, columns_in: Mask,
+    j: jax.Array,
+) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:  # fmt: skip
+    """A tile of each tensor that is cast, in the dtype in which it would be stored, and those to be added up, in
+    float32. All are zeros where a mask does not hold: operands are, and `compute` of zeros is zero.
+
+    Args:
+      at: rows (of a stack, as one matrix) and columns.
+      j: scalar, the tile's number among those of its rows.
+    """
+    (rows, columns), inside, found = at, both(rows_in, columns_in), []
+    for n, kind in enumerate(computation.kinds):
+        x = ref[f"x{n}"]
+        if kind == "vector":
+            found.append(load(x, (rows,), rows_in))
+        elif kind == "Halves":
+            found += [load(x, (rows, first + columns), inside) for first in (0, x.shape[1] // 2)]
+        elif kind == "Gathered":
+            # Without a mask, so that no predicate keeps a thread's loads of indices from being issued all at once.
+            indices = ref[f"indices{n}"]
+            source = jnp.clip(load(indices, (jnp.minimum(rows, indices.shape[0] - 1),)), 0, x.shape[0] - 1)
+            found.append(load(x, (source, columns), inside))
+        elif kind == "Beside":
+            F, cols = x.shape[1], grid.tiles.cols
+            in_left = grid.index(j) < F // cols if F % cols == 0 else columns < F
+            left = load(x, (rows, columns), both(rows_in, in_left))
+            # Into the same registers: a thread waits for the first load only where the second one is masked off.
+            found.append(load(ref[f"right{n}"], (rows, columns - F), both(inside, ~in_left), other=left))
+        else:
+            found.append(load(x, (rows, columns), inside))
+    if computation.compute is None:
+        return found, ()
+    tensors, addends = computation.compute(*map(widened, found))
+    return [tensor.astype(computation.dtype) for tensor in tensors], addends

@@ -223,10 +223,11 @@ def reference(case: Case, recipe: str, pow2: bool = False) -> tuple[np.ndarray, 
     w_rows = [quantised(one, chosen.rhs.scaling, chosen.rhs.dtype, amax=amax_w, pow2=pow2) for one in stack]
     y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(stack.shape)
     for g, (lo, hi) in enumerate(groups):
-        y[lo:hi], dx[lo:hi] = xq[lo:hi] @ w_cols[g], dyq[lo:hi] @ w_rows[g].T
-        if chosen.gw_hp:
-            half_dtype = ml_dtypes.bfloat16 if case.x.dtype == jnp.float32 else case.x.dtype
-            half = [v[lo:hi].astype(half_dtype).astype(np.float64) for v in (x, dy)]
+        y[lo:hi] = xq[lo:hi] @ w_cols[g]
+        half_dtype = ml_dtypes.bfloat16 if case.x.dtype == jnp.float32 else case.x.dtype
+        half = [v.astype(half_dtype).astype(np.float64) for v in (x[lo:hi], dy[lo:hi], stack[g])]
+        dx[lo:hi] = half[1] @ half[2].T if "dgrad" in chosen.half else dyq[lo:hi] @ w_rows[g].T
+        if "wgrad" in chosen.half:
             dw[g] = half[0].T @ half[1]
         else:
             dw[g] = cols(x, chosen.lhs, lo, hi, amax_x).T @ cols(dy, chosen.dout, lo, hi)

@@ -1,7 +1,5 @@
 """The contracts of every op: transformations, determinism, what is cast and kept, no host work, no recompilation."""
 
-import dataclasses
-import functools
 import re
 
 import jax
@@ -25,29 +23,6 @@ GROUPS = make_case(40, 32, 48, sizes=(9, 0, 21, 2), before=3)
 def results(run, recipe, case, x, w, dy):
     y, vjp = jax.vjp(lambda x, w: apply(case, x, w, recipe, run), x, w)
     return y, *vjp(dy)
-
-
-@pytest.mark.parametrize(
-    ("run", "name"),
-    [
-        ("xla", "dense"),
-        *(pytest.param(run, name, marks=pytest.mark.gpu) for run in ("gpu", "triton") for name in ("dense", "groups")),
-    ],
-)
-def test_vmap(run, name):
-    """Each example is quantised by itself, and its weight gradient is its own."""
-    case = {"dense": DENSE, "groups": GROUPS}[name]
-    xs, dys = (
-        put(np.stack([v, 30 * v, np.float32(0.2) * v[:, ::-1]])) for v in (np.asarray(case.x), np.asarray(case.dy))
-    )
-    f = functools.partial(
-        results, run, "tensorwise", case
-    )  # with one scale a tensor a batch that is taken as a whole shows
-    got = [np.asarray(g) for g in jax.jit(jax.vmap(f, in_axes=(0, None, 0)))(xs, case.w, dys)]
-    for i in range(3):
-        want = reference(dataclasses.replace(case, x=xs[i], dy=dys[i]), "tensorwise")
-        for g, w in zip(got, want, strict=True):
-            assert_close(g[i], w, **kind_of(run, "float32"))
 
 
 @pytest.mark.parametrize("run", FEW)

@@ -22,7 +22,7 @@ RECIPES = [name for name, recipe in fp8_matmul.RECIPES.items() if not recipe.del
 WIDE = dataclasses.replace(SHARD, T=40, D=136, F=150, N=72, k=2, capacity=14)
 TILES = fp8_matmul.Tiles("pallas", 16, 16)
 PALLAS = moe_mlp.Plan(
-    "pallas", *(2 * [fp8_matmul.Plan("pallas", "before", *(3 * [TILES]))]), permute.Plan("pallas", *(3 * [TILE]))
+    "pallas", *(2 * [fp8_matmul.Plan("pallas", *(3 * [TILES]))]), permute.Plan("pallas", *(3 * [TILE]))
 )
 # What is interpreted: the kernels of one recipe; of blocks in tests/nn/test_moe_fp8.py.
 RUNS = [*((recipe, "xla") for recipe in RECIPES), ("rowwise_with_gw_hp", "interpret")]
@@ -90,7 +90,15 @@ def one_after_another(case: dict, variant: Variant, recipe: str, backend: str) -
     return dict(zip(NAMES, (out, dx, dweights, dw_gate, dw_up, down_wgrad(dy)[1]), strict=True))
 
 
-@pytest.mark.parametrize(("recipe", "run"), RUNS)
+@pytest.fixture
+def _own_recipe(monkeypatch):
+    """A recipe that is not in the package is one entry."""
+    row, half = fp8_matmul.Format("rowwise"), frozenset({"dgrad", "wgrad"})
+    monkeypatch.setitem(fp8_matmul.RECIPES, "own", fp8_matmul.Recipe("own", row, row, row, half))
+
+
+@pytest.mark.usefixtures("_own_recipe")
+@pytest.mark.parametrize(("recipe", "run"), [*RUNS, ("own", "xla")])
 def test_values(recipe, run):
     """Experts without rows, dropped choices, rows outside the groups, NaN in tokens without a row. The products differ
     from those one by one by the order of sums, which may move a value to the next FP8 number. From float32 they differ
@@ -107,7 +115,8 @@ def test_values(recipe, run):
         assert got[name].dtype == want[name].dtype, name
         assert relative_error(got[name], want[name]) < 2e-3, name
         if run != "interpret":
-            assert 0.005 < relative_error(got[name], exact[name]) < 0.12, name  # in float32 it would be 1e-6
+            least = 1e-3 if recipe == "own" else 0.005  # in float32 it would be 1e-6
+            assert least < relative_error(got[name], exact[name]) < 0.12, name
 
 
 def relative_error(got, want) -> float:
@@ -143,13 +152,6 @@ def test_each_tensor_is_cast_once(save, casts):
         len([line for line in text.splitlines() if "stablehlo.convert" in line and line.rstrip().endswith("f8E4M3FN>")])
         == casts
     )
-
-
-def test_empty():
-    for sizes in ({"T": 0}, {"D": 0}, {"F": 0}, {"N": 0}):
-        case = clean(make_case(dataclasses.replace(SHARD, **sizes, capacity=None)))
-        got = compiled(dataclasses.replace(SHARD, **sizes), "rowwise", "xla")(case)
-        assert not any(np.asarray(x, np.float32).any() for x in jax.tree.leaves(got))
 
 
 def test_wrong_arguments():

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxops
 from jaxops.ops.fp8_matmul import RECIPES
 from jaxops.ops.moe_mlp.unit_fp8 import unit_bwd_cast, unit_cast
 from jaxops.ops.moe_mlp.xla import unit_bwd_xla, unit_xla
@@ -137,7 +136,7 @@ def test_values(case, run):
     rows = slice(OFFSETS[0], OFFSETS[-1])
     assert parts.dtype == jnp.float32
     assert_close(np.sum(parts, axis=0)[rows], dots[0, rows], "float32", "dots", scale=2)
-    if recipe.gw_hp:
+    if "wgrad" in recipe.half:
         assert not dpre.cols
         assert not h_t.cols
         assert h_t.row is None
@@ -151,15 +150,6 @@ def test_values(case, run):
     for i, got in enumerate(dpre.cols):
         check_cast(got, joined, recipe.dout, case.pow2, "col", slice(i * case.F, (i + 1) * case.F))
     check_cast(h_t.cols[0], weighted, recipe.lhs, case.pow2, "col")
-
-
-@pytest.mark.parametrize("case", ONE_PASS, ids=str)
-def test_interpreted_kernels_have_the_bits_of_the_composition(case):
-    """The same formulas; XLA's CPU compiler may round an exponential differently in the two programs."""
-    got, want = (results_of(run, case, np.nan)[0] for run in ("interpret", "xla"))
-    rows = slice(OFFSETS[0], OFFSETS[-1])
-    wrong = bits_of(got.values[rows]) != bits_of(want.values[rows])
-    assert np.mean(wrong) < 1e-3
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -195,17 +185,3 @@ def test_each_array_passes_once(F):
     else:
         assert kernels[0] == "quantize_computed_cast"
         assert kernels.count("quantize_cast") == 4
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_few_rows(rows):
-    for case, runs in ((CASES[0], RUNS[1:2]), (CASES[2], RUNS[:2])):
-        operands = [jnp.ones(shape, dtype) for shape, dtype in (((rows, 128), "bfloat16"), ((rows, 256), "bfloat16"))]
-        operands += [jnp.ones(rows), jnp.array([0, 0, rows], jnp.int32)]
-        small = dataclasses.replace(case, F=128)
-        for run in runs:
-            forward, dpre, h, _ = compiled(run, small)(*operands)
-            assert (forward.values.shape, dpre.row.values.shape) == ((rows, 128), (rows, 256))
-            found = np.asarray(jax.jit(jaxops.dequantize)(forward), np.float32)
-            np.testing.assert_allclose(found, 0.7311, rtol=0.04)
-            assert h.cols[0].values_t.shape == (128, 128 * (-(-rows // 128) + 2))

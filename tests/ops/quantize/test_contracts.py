@@ -1,7 +1,6 @@
 """Under JAX's transformations, on devices side by side, and that nothing of it reaches the host."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -62,15 +61,3 @@ def test_shard_map_checks_the_kernels_varying_axes(scaling):
         text = str(jax.make_jaxpr(sharded)(s((64, 32), "bfloat16"), s((2, 5), "int32"), s((2,), "uint32")))
     assert "quantize_cast" in text
     assert "schedule_rows" in text
-
-
-def test_remat_of_what_uses_it():
-    """A quantised copy beside a differentiated path is made again in the backward, and the gradient goes around it."""
-
-    @jax.checkpoint
-    def layer(x):
-        q = jaxops.quantize(jax.lax.stop_gradient(x))
-        return jnp.sum(x**2) + 0 * jnp.sum(q.scales)
-
-    x = jnp.ones((3, 130))
-    np.testing.assert_array_equal(jax.jit(jax.grad(layer))(x), 2 * x)

@@ -8,16 +8,13 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import jaxops
-import jaxops.tuning
 from jaxops._lib.planning.device import Device
-from jaxops._lib.planning.tuned import read_rows, tuned_rows
+from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops import quantize
 from jaxops.ops.quantize import Plan, Problem, Tiles, candidates
 from jaxops.ops.quantize.plan import LAYOUTS, PASSES, PLANNER, heuristic
-from jaxops.tuning.__main__ import app
 from tests.hopper import lower_for_h200
 from tests.ops.quantize.cases import SCALINGS
 from tests.plans import by_choices
@@ -42,12 +39,6 @@ def test_explicit_then_tuned_then_heuristic():
     plan = make_plan(PROBLEM, H200, [row("cast"), row("cast", tiles=vars(explicit))])
     assert plan == Plan("pallas", MARK["cast"], heuristic("amax", PROBLEM, H200))
     assert make_plan(PROBLEM, H200) == Plan("pallas", *(heuristic(name, PROBLEM, H200) for name in PASSES))
-
-
-@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"layouts": "col"}, {"scaling": "tensorwise"}], ids=str)
-def test_row_of_another_key_is_not_taken(change):
-    other = dataclasses.replace(PROBLEM, **change)
-    assert make_plan(other, H200, [row(name) for name in PASSES]) == make_plan(other, H200)
 
 
 def test_a_row_serves_every_length_and_its_own_widths():
@@ -125,12 +116,6 @@ def test_a_call_is_these_kernels(scaling, layouts):
         assert others <= {"reshape", "broadcast_in_dim"}
 
 
-def test_ragged_is_one_small_kernel_more():
-    assert kernels_of(groups=9, layouts="both")[0] == ["schedule_rows", "quantize_cast"]
-    assert kernels_of(groups=9, layouts="row")[0] == ["quantize_cast"]
-    assert kernels_of(groups=9, layouts="col", scaling="tensorwise")[0] == ["schedule_rows", "quantize_cast"]
-
-
 def test_very_long_rows_are_looked_at_first():
     assert kernels_of((64, 16_384), scaling="rowwise")[0] == ["quantize_cast"]
     assert kernels_of((64, 16_385), scaling="rowwise")[0] == ["quantize_amax", "quantize_cast"]
@@ -163,36 +148,3 @@ def test_candidates_lower_for_an_h200(scaling, layouts):
     for i, tile in enumerate(list(cast.values())[::2]):
         plan = Plan("pallas", tile, list(amax.values())[i % len(amax)])
         assert kernels_of(scaling=scaling, layouts=layouts, plan=plan)[0][-1] == "quantize_cast"
-
-
-def command(*words: str):
-    result = CliRunner().invoke(app, ["quantize", *words], env={"COLUMNS": "200"})
-    return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)
-
-
-def test_tuning_stores_the_fastest(tmp_path, monkeypatch):
-    """On faked times: the second candidate of each pass wins, and is what a later plan takes."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    read_rows.cache_clear()
-    device = Device("NVIDIA Test", "gpu")
-    monkeypatch.setattr(jaxops.tuning, "current_device", lambda: device)
-    monkeypatch.setattr(jaxops.tuning, "_times", lambda name, run, calls, tiles, *_: {tiles[1]: 10.0})
-    code, output = command("--shape", "256,384", "--scaling", "rowwise,block_1x128", "--layouts", "both")
-    assert code == 0, output
-    rows = tuned_rows("quantize", device)
-    assert [(r["pass"], r["scaling"]) for r in rows] == [
-        ("amax", "rowwise"),
-        ("cast", "rowwise"),
-        ("cast", "block_1x128"),
-    ]
-    assert rows[2]["gbps"] == round(256 * 384 * 4 / 10 / 1e3, 1)
-    problem = Problem(1, 384, "bfloat16", "rowwise", "both")
-    plan = make_plan(problem, device, rows)
-    assert (plan.cast, plan.amax) == (candidates("cast", problem, H200)[1], candidates("amax", problem, H200)[1])
-    read_rows.cache_clear()
-
-
-def test_command_with_a_wrong_shape():
-    code, output = command("--shape", "1,2,3")
-    assert code == 2
-    assert "write numbers for M,K" in output

@@ -75,14 +75,6 @@ def test_broken_offsets_stay_in_bounds(run):
         jax.block_until_ready(got)
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_no_groups(run):
-    variant = Variant("block_1x128", "col", ragged=True)
-    q = compiled(run, variant)(X, jnp.array([5], jnp.int32))
-    check_equal(q, np_quantize(X, variant, [5]), variant, [5])
-    assert q.values_t.shape == (K, 384)
-
-
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(sizes=st.lists(st.integers(0, 300), min_size=7, max_size=7), before=st.integers(0, 200))
 def test_padded_starts(sizes, before):

@@ -4,8 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ import pytest
 from jaxops._lib.ragged.offsets import padded_rows
 from jaxops.ops.quantize import Plan, Tiles, quantize_beside, quantize_gathered
 from tests.arrays import put
-from tests.jaxprs import operations, same_program
+from tests.jaxprs import same_program
 from tests.ops.quantize.cases import (
     E5M2,
     KERNELS,
@@ -100,29 +98,6 @@ def test_gathered(run, scaling):
     assert len(set(compilations[1:])) == 1  # new indices and offsets recompile nothing
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("token", [0, T - 1])
-@pytest.mark.parametrize("scaling", RAGGED)
-def test_first_and_last_tokens_are_not_read_by_mistake(run, token, scaling):
-    """They are what masked-off and clipped indices would read."""
-    x, indices = some_rows(make_x((T, K), seed=2), [17, 45, 45, 174, 290], 3, outside=(token,))
-    check_gathered(run, col(scaling), x, indices, [17, 45, 45, 174, 290])
-
-
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(
-    ("dtype", "v"),
-    [
-        ("float32", col("tensorwise", dtype=E5M2, pow2=True)),
-        ("float16", col("block_1x128", pow2=True)),
-    ],
-    ids=str,
-)
-def test_gathered_dtypes(run, dtype, v):
-    x, indices = some_rows(make_x((T, K), dtype, seed=7), OFFSETS["outside"])
-    check_gathered(run, v, x, indices, OFFSETS["outside"])
-
-
 SHAPES = [((1, 40), [0, 1]), ((5, 1), [0, 0, 2, 7]), ((263, 128), [3, 11, 13]), ((7, 257), [0, 127, 255, 256])]
 
 
@@ -156,26 +131,6 @@ def test_gathered_under_a_given_amax(run):
         check_gathered(run, col("tensorwise"), x, indices, OFFSETS["outside"], amax)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_the_largest_magnitude_of_one_row(run, scaling):
-    """In any tile of the pass that looks for it."""
-    v = TILED[scaling]
-    for row, column in ((17, 0), (17, 132), (150, 64), (289, 63), (289, 132)):
-        x, indices = np.ones((T, K), np.float32), np.zeros(R, np.int32)
-        x[3, column], indices[row] = 3e38, 3
-        check_gathered(run, v, put(x, jnp.bfloat16), indices, OFFSETS["outside"])
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_tokens_without_a_row_are_in_no_scale(run):
-    """They lie between those that rows have."""
-    x = np.ones((T, K), np.float32)
-    x[1::2] = 1e30
-    indices = np.random.default_rng(0).integers(0, T // 2, R).astype(np.int32) * 2
-    check_gathered(run, col("tensorwise"), put(x, jnp.bfloat16), indices, OFFSETS["unaligned"])
-
-
 @pytest.mark.parametrize("scaling", RAGGED)
 def test_nothing_gathered(scaling):
     """No rows, no columns; no rows and no tokens."""
@@ -198,20 +153,6 @@ def test_broken_offsets_and_wild_indices_stay_in_bounds(run):
             assert q.values_t.shape == (K, padded_rows(R, G))
             if scaling != "block_1x128":
                 assert np.isfinite(np.asarray(q.scales_t)).all()
-
-
-@hypothesis.given(
-    sizes=st.lists(st.sampled_from([0, 1, 31, 127, 128, 131]), min_size=G, max_size=G),
-    before=st.sampled_from([0, 5]),
-    scaling=st.sampled_from(RAGGED),
-    seed=st.integers(0, 99),
-)
-@pytest.mark.parametrize("run", KERNELS[:1])
-def test_any_gather(run, sizes, before, scaling, seed):
-    """In the program of `test_gathered`."""
-    offsets = np.minimum(before + np.cumsum([0, *sizes]), R).tolist()
-    indices = np.random.default_rng(seed).integers(-2, T + 2, R).astype(np.int32)
-    check_gathered(run, col(scaling), make_x((T, K), seed=seed), indices, offsets)
 
 
 # Tiles that hold columns of one matrix only, and of both; blocks of 128 columns of both; the border at a vector's end,
@@ -260,25 +201,6 @@ def test_stacks_beside(run, scaling, layouts, F):
     check_beside(run, Variant(scaling, layouts, dtype=E5M2, pow2=True), left, right)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(("scaling", "widths"), BESIDE[1:], ids=str)
-def test_the_largest_magnitude_of_either_side(run, scaling, widths):
-    """In the last column of left, and in the first and the last one of right, with tiles within and across. In the
-    programs of `test_beside`."""
-    for at in (-1, 0, 1):
-        left, right = (np.array(make_x((150, width), seed=i)) for i, width in enumerate(widths))
-        left[~np.isfinite(left)] = right[~np.isfinite(right)] = 0
-        side = left if at < 0 else right
-        side[149, -1 if at else 0] = 3e38
-        check_beside(run, Variant(scaling), put(left), put(right))
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_beside_under_a_given_amax(run):
-    left, right = (make_x((30, 70), seed=i) for i in range(2))
-    check_beside(run, Variant("tensorwise"), left, right, amax=np.float32(2.0))
-
-
 @pytest.mark.parametrize("run", KERNELS)
 @pytest.mark.parametrize(
     "v",
@@ -310,36 +232,6 @@ def test_nothing_beside(scaling):
     assert beside("xla", Variant(scaling))(nothing, nothing).values.shape == (0, 80)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(("scaling", "of_beside"), [("tensorwise", "rowwise")])
-def test_vmap(run, scaling, of_beside):
-    """Each as by itself, also where only some of the operands are mapped."""
-    x, indices = some_rows(make_x((T, K), seed=1), OFFSETS["outside"])
-    xs = np.stack([x, np.asarray(x)[::-1] * np.asarray(x).dtype.type(-0.375)])
-    offsets = np.array([OFFSETS["outside"], OFFSETS["unaligned"]], np.int32)
-    many = np.stack([indices, indices[::-1]])
-    gather = lambda x, i, o: gathered(run, col(scaling))(x, i, o, None)
-    side = lambda left, right: beside(run, Variant(of_beside))(left, right, None)
-
-    def same(got, at, want, used=None) -> None:
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            a, b = bits_of(np.asarray(a)[at]), bits_of(b)
-            if used is not None and b.shape == (K, padded_rows(R, G)):
-                a, b = a[:, :used], b[:, :used]
-            np.testing.assert_array_equal(a, b)
-
-    # The outer one maps x and offsets, the inner one indices.
-    mapped = jax.jit(jax.vmap(jax.vmap(gather, (None, 0, None)), (0, None, 0)))(xs, many, offsets)
-    for s, i in np.ndindex(2, 2):
-        want, used = gather(xs[s], many[i], offsets[s]), sum(-(-int(n) // 128) * 128 for n in np.diff(offsets[s]))
-        same(mapped, (s, i), want, used)
-    # In the shapes of `test_beside`.
-    right, *lefts = (np.asarray(make_x((150, 133), seed=i)) for i in range(3))
-    sides = jax.jit(jax.vmap(side, (0, None)))(np.stack(lefts), right)
-    for i, left in enumerate(lefts):
-        same(sides, i, side(left, right))
-
-
 @pytest.mark.parametrize("run", KERNELS)
 def test_more_than_int32_reaches(run):
     """Columns of values_t counted in int64; a batch one matrix after another."""
@@ -354,20 +246,6 @@ def test_more_than_int32_reaches(run):
         found = mapped(left, right)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(beside("xla", side)(left, right)), strict=True):
         np.testing.assert_array_equal(bits_of(a), bits_of(b))
-
-
-@pytest.mark.parametrize("run", ["xla", "interpret"])
-def test_x64(run):
-    """The programs of the tests above, with some counts in int64."""
-    x, indices = some_rows(make_x((T, K), seed=1), OFFSETS["outside"])
-    given = x, indices, np.array(OFFSETS["outside"], np.int32)
-    calls = [(gathered(run, col(scaling)), given) for scaling in RAGGED]
-    calls += [(beside(run, Variant(scaling)), (x, x)) for scaling in SCALINGS]
-    for f, operands in calls:
-        with jax.enable_x64(True):
-            wide, in_64_bits = operations(f.trace(*operands).jaxpr)
-        assert wide == operations(f.trace(*operands).jaxpr)[0]
-        assert all(x.dtype == jnp.int64 for x in in_64_bits)
 
 
 @pytest.mark.parametrize("call", ["gathered", "beside"])

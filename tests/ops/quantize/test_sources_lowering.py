@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
-from jaxops._lib.planning.device import Device
-from jaxops.ops.quantize import Plan, Problem, candidates, quantize_beside, quantize_gathered
-from tests.hopper import H200, costs_of, lower_for_h200
+from jaxops.ops.quantize import quantize_beside, quantize_gathered
+from tests.hopper import costs_of, lower_for_h200
 from tests.ops.quantize.cases import SCALINGS
 from tests.ops.quantize.test_plan import KERNEL, kernels_in
 
@@ -58,37 +55,6 @@ def test_beside_on_an_h200(scaling, dtype):
         assert not others & {"gather", "transpose", "pad", "concatenate", "copy"}
         read, written = 2 * E * D * F * w.dtype.itemsize, 2 * E * D * F * (1 + (layouts == "both"))
         assert read + written < costs[-1][2] < 1.1 * (read + written)
-
-
-@pytest.mark.parametrize("scaling", RAGGED)
-def test_candidates_lower_for_an_h200(scaling):
-    """Of gathered rows, whose tuned rows are others than those of a tensor's own rows."""
-    problem = Problem(640, 1000, "bfloat16", scaling, "col", ragged=True, gathered=True)
-    device = Device("NVIDIA H200", "gpu")
-    s = jax.ShapeDtypeStruct
-    tiles = {(t.rows, t.cols, t.patch, t.near): t for t in candidates("cast", problem, device)}
-    for tile in list(tiles.values())[::2]:
-        fn = functools.partial(quantize_gathered, scaling=scaling, plan=Plan("pallas", tile))
-        assert lowered(fn, s((80, 1000), "bfloat16"), s((640,), "int32"), s((9,), "int32"))[0][-1] == "quantize_cast"
-
-
-@pytest.mark.parametrize("scaling", RAGGED)
-def test_shard_map_checks_the_kernels_varying_axes(scaling):
-    """Indices and one of the sides are replicated, the others are not."""
-    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
-
-    def shard(x, indices, offsets, right):
-        a = quantize_gathered(x, indices, offsets, scaling=scaling)
-        b = quantize_beside(x, right, scaling=scaling, layouts="both")
-        return a.values_t, b.values, b.values_t
-
-    specs = (P("d"), P(), P(), P())
-    sharded = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(P(None, "d"), P("d"), P(None, "d")))
-    s = jax.ShapeDtypeStruct
-    with jax.sharding.use_abstract_mesh(mesh):
-        given = (s((64, 32), "bfloat16"), s((90,), "int32"), s((5,), "int32"), s((32, 32), "bfloat16"))
-        text = str(jax.make_jaxpr(sharded)(*given))
-    assert text.count("name=quantize_cast") == 2
 
 
 I32 = np.zeros(6, np.int32)

@@ -33,13 +33,6 @@ def test_matrices_of_a_stack_round_differently(run):
     assert (bits_of(q.values_t[0]) != bits_of(q.values_t[1])).mean() > 0.1
 
 
-def test_both_layouts_round_an_element_alike():
-    """With one scale for both there is no other difference between them."""
-    x = jax.random.normal(jax.random.key(3), (40, 133))
-    q = compiled("xla", Variant("tensorwise", stochastic=True))(x)
-    np.testing.assert_array_equal(bits_of(q.values), bits_of(q.values_t.T))
-
-
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_neighbours_and_mean(dtype):
     """A number becomes one of its neighbours, with the right frequency: normal, subnormal, tiny and exact ones."""

@@ -6,7 +6,7 @@ python -m benchmarks.bench_decode --smoke --out /tmp/x            # tiny sizes, 
 
 The limit is the time to read what a step needs once, at the copy bandwidth of the same run: all weights, but of the
 experts only those that a row has chosen and of the embeddings one of each row, and the keys and values of all tokens so
-far. A step's time is that of `models.slots.advance`, with the host's look at the tokens every STEPS steps.
+far. A step's time is that of `models.generate.slots.advance`, with the host's look at the tokens every STEPS steps.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from benchmarks import checks, harness
 from benchmarks.bench_train_step import SHOWN, profiled
 from jaxops.offload.reports import needed_bytes
 from models.decoder import Cache, Decoder, DecoderConfig
-from models.inference import for_inference
-from models.mesh import name_of
-from models.presets import PRESETS
-from models.sampling import Sampling
-from models.slots import CACHE_MULTIPLE, Drawn, Fixed, Rows, advance
+from models.distributed.mesh import name_of
+from models.generate.inference import for_inference
+from models.generate.sampling import Sampling
+from models.generate.slots import CACHE_MULTIPLE, Drawn, Fixed, Rows, advance
+from models.training.presets import PRESETS
 
-STEPS = 16  # that the host waits for together, as `models.slots.Batching` has it
+STEPS = 16  # that the host waits for together, as `models.generate.slots.Batching` has it
 OURS, OURS_FP8, XLA = "jaxops", "jaxops_fp8_blockwise", "xla"
 SIDES = {OURS: {}, OURS_FP8: {"stored_fp8": True}, XLA: {"backend": "xla"}}  # settings of the configuration
 EXPERTS = re.compile(r"^blocks/(\d+)/.*\bmoe/(gate|up|down)\b")

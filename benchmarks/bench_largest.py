@@ -28,9 +28,9 @@ from benchmarks.bench_scaling import ONE, SMOKE_DEVICES, Case, grown
 from benchmarks.bench_train_step import WARMUP, run_steps, speeds, state_of
 from benchmarks.free_memory import checked
 from jaxops.offload.reports import needed_bytes
-from models.mesh import AXES, make_mesh
-from models.presets import Preset
-from models.schedule import with_steps
+from models.distributed.mesh import AXES, make_mesh
+from models.training.presets import Preset
+from models.training.schedule import with_steps
 
 What = Literal["rows", "layers"]
 WHAT: tuple[What, ...] = ("rows", "layers")

@@ -27,8 +27,8 @@ from benchmarks import harness
 from benchmarks.bench_decode import QWEN3_30B, SMOKE, nbytes
 from models import hf
 from models.decoder import Decoder, DecoderConfig
-from models.hf_files import files_of
-from models.whole_files import NAME as CHECKSUMS
+from models.hf.files import files_of
+from models.training.whole_files import NAME as CHECKSUMS
 
 ARCHITECTURE, DTYPE = "Qwen3MoeForCausalLM", "bfloat16"
 READ_BYTES = 16 << 20  # of one read of the disk's measurement

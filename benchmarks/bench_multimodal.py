@@ -28,12 +28,14 @@ from benchmarks.bench_train_step import APART, SHOWN, Workload, key_of, speeds, 
 from benchmarks.traces import KERNELS
 from jaxops.offload import Policy
 from jaxops.offload.reports import needed_bytes
-from models import loop, modality_experts, train_mm
-from models.interleaved import Batch, Document, Room, Tokens, captioned, illustrated, lay_out, size_of, stack
-from models.modality_experts import Units
-from models.multimodal import MultimodalConfig
+from models.multimodal import experts as modality_experts
+from models.multimodal.experts import Units
+from models.multimodal.interleaved import Batch, Document, Room, Tokens, captioned, illustrated, lay_out, size_of, stack
+from models.multimodal.model import MultimodalConfig
 from models.precision import PRECISIONS
-from models.presets import MULTIMODAL_PRESETS, MultimodalPreset
+from models.training import loop
+from models.training import mm as train_mm
+from models.training.presets import MULTIMODAL_PRESETS, MultimodalPreset
 
 OURS, XLA_ADALN, APART_PRODUCTS, PADDED, JAX_REMAT, KEEP = (
     "jaxops",
@@ -62,7 +64,7 @@ WORKERS = 12  # programs that are compiled together
 def products_apart(
     rows: jax.Array, units: Sequence[Units], group_offsets: jax.Array, *, dtype: Any, backend: Any
 ) -> jax.Array:
-    """As `models.modality_experts.apply_units`, with three grouped products for each modality."""
+    """As `models.multimodal.experts.apply_units`, with three grouped products for each modality."""
     first, found = 0, jnp.zeros((), dtype)
     for unit in units:
         end = first + unit.gate.shape[0]
@@ -77,7 +79,7 @@ def products_apart(
 def padded_to_the_widest(
     rows: jax.Array, units: Sequence[Units], group_offsets: jax.Array, *, dtype: Any, backend: Any
 ) -> jax.Array:
-    """As `models.modality_experts.apply_units`, with the experts of all modalities in one array, zeros beside the
+    """As `models.multimodal.experts.apply_units`, with the experts of all modalities in one array, zeros beside the
     narrow ones."""
     widest = max(unit.gate.shape[2] for unit in units)
 

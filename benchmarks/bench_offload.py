@@ -24,7 +24,7 @@ from jaxops.offload import Policy, Report, report
 from jaxops.offload.reports import needed_bytes
 from models import layers
 from models.decoder import DecoderConfig
-from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
+from models.training.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
 
 KEEP, RECOMPUTE, JAX_REMAT, OFFLOAD, MOST, INPUTS = (
     "keep",

@@ -20,12 +20,12 @@ import typer
 from benchmarks import harness
 from benchmarks.precision_sides import BASELINE, EXACT, Side, cast_sides, training_sides
 from benchmarks.precision_trainings import Trained, Work, gradient_errors, gradient_of, paired, trainer, work_of
-from models import train_lm
+from models.data.tokenizer import Bytes
 from models.decoder import DecoderConfig
 from models.precision import PRECISIONS
-from models.presets import PRESETS, Preset
-from models.schedule import with_steps
-from models.tokenizer import Bytes
+from models.training import lm as train_lm
+from models.training.presets import PRESETS, Preset
+from models.training.schedule import with_steps
 
 # All have a layer with a dense gated unit before those with experts, as DeepSeek-V3 has.
 CPU = Preset(

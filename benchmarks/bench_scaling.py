@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-import models.mesh
+import models.distributed.mesh
 from benchmarks import bench_train_step, harness
 from benchmarks.bench_train_step import APART, WARMUP, Workload, key_of, run_steps, speeds, state_of
 from benchmarks.free_memory import check_fits, checked
@@ -43,11 +43,12 @@ from benchmarks.meshes import axes_of, file_name, meshes_of
 from benchmarks.traces import named, write_trace
 from jaxops.offload.reports import needed_bytes
 from jaxops.profiling.trace import Event, exposed_us, recorded, union_us
-from models import config, distributed
-from models.mesh import AXES, make_mesh, parts_of
+from models.distributed import processes as distributed
+from models.distributed.mesh import AXES, make_mesh, parts_of
 from models.precision import PRECISIONS
-from models.presets import DIT_PRESETS, PRESETS, DiTPreset
-from models.schedule import with_steps
+from models.training import config
+from models.training.presets import DIT_PRESETS, PRESETS, DiTPreset
+from models.training.schedule import with_steps
 
 ONE, WHOLE = "one", "whole"
 SMOKE_DEVICES = 4
@@ -257,8 +258,8 @@ class Run:
             state = state_of(workload)
             split = None if workload.mesh is None else jax.tree.map(lambda x: x.sharding, state)
             start = jax.jit(workload.start, out_shardings=split).lower()
-            sums = own_part if "unsummed" in case.options else models.mesh.sum_parts
-            with mock.patch.object(models.mesh, "sum_parts", sums):
+            sums = own_part if "unsummed" in case.options else models.distributed.mesh.sum_parts
+            with mock.patch.object(models.distributed.mesh, "sum_parts", sums):
                 lowered = workload.step.lower(state, workload.batches[0], key_of(workload))
             return lambda: (workload, lowered.compile(OPTIONS[case.options] or None), start.compile())
 

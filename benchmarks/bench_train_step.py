@@ -24,15 +24,17 @@ from benchmarks import harness
 from benchmarks.free_memory import check_fits
 from benchmarks.traces import device_events
 from jaxops.offload.reports import needed_bytes
-from models import loop, train_dit, train_lm
-from models.data import Corpus
-from models.dit import DiTConfig
-from models.images import Batch as Images
+from models.data.images import Batch as Images
+from models.data.text import Corpus
+from models.data.tokenizer import Bytes
+from models.distributed.mesh import create_sharded, parts_of, replicate, shardings
+from models.dit.model import DiTConfig
 from models.layers import options_for
-from models.mesh import create_sharded, parts_of, replicate, shardings
 from models.precision import PRECISIONS
-from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
-from models.tokenizer import Bytes
+from models.training import dit as train_dit
+from models.training import lm as train_lm
+from models.training import loop
+from models.training.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
 
 OURS, XLA = "jaxops", "xla"
 SIDES = {  # side -> backend, precision; those that others are compared with come first

@@ -28,7 +28,7 @@ from benchmarks.rows import (  # noqa: F401  (some for the benchmarks, which imp
 )
 from jaxops._lib.planning.device import current_device
 from jaxops.profiling.device_times import device_times_us, kernel_times_us, wall_times_us
-from models import device_memory
+from models.distributed import device_memory
 
 WORK_US = 30_000  # of measured work a variant and round: enough to average, and to keep the card equally warm
 ALIVE_BYTES = 25e9  # results that may be alive at a time: CUPTI's measurement keeps those of all its iterations

@@ -3,7 +3,7 @@
 import jax
 
 from benchmarks import harness
-from models.mesh import AXES, make_mesh
+from models.distributed.mesh import AXES, make_mesh
 
 
 def meshes_of(text: str) -> list[str]:

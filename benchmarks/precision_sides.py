@@ -7,10 +7,10 @@ from flax import nnx
 
 from benchmarks.fp8_parts import CASTS, PRODUCTS, SomeCasts
 from jaxops.nn import Fp8Linear
-from models import train_lm
 from models.decoder import Decoder
 from models.precision import PRECISIONS, Backend
-from models.presets import Preset
+from models.training import lm as train_lm
+from models.training.presets import Preset
 
 BASELINE, EXACT, NULL = "bfloat16", "float32", "bfloat16-halves"
 OF_ONE_CAST = ("tensorwise", "blockwise")  # recipes whose casts are measured one by one

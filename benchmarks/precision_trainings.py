@@ -12,11 +12,12 @@ from flax import nnx
 
 from benchmarks.precision_sides import BASELINE, EXACT, Side
 from jaxops.nn import AmaxHistory
-from models import loop, train_lm
-from models.data import Corpus
-from models.mesh import name_of
-from models.packing import Batch, Rows
-from models.presets import Preset
+from models.data.packing import Batch, Rows
+from models.data.text import Corpus
+from models.distributed.mesh import name_of
+from models.training import lm as train_lm
+from models.training import loop
+from models.training.presets import Preset
 
 
 class Work(NamedTuple):

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy, compiler_options, scan
-from models.mesh import ONCE, SHARDS
+from models.distributed.mesh import ONCE, SHARDS
 
 # Attention costs most to recompute for its bytes, and more in longer contexts; everything else is recomputed from the
 # layer's input.
@@ -50,8 +50,8 @@ def apply_layers(
         whose stacks were zero-filled, 208 ms and 64 GB (H200, 2026-11-22). Compilation takes longer.
       training: whether the histories that the layers write are kept.
       whole: for each stack, from a layer's stored parameters to those it computes with, as of
-        `models.mesh.whole_layers`; None for the same. A policy sees what is gathered `ONCE` as the layer's input, if
-        layers are unrolled; a loop would gather it for all layers before the first, so each iteration gathers.
+        `models.distributed.mesh.whole_layers`; None for the same. A policy sees what is gathered `ONCE` as the layer's
+        input, if layers are unrolled; a loop would gather it for all layers before the first, so each iteration does.
 
     Raises:
       ValueError: unroll with an offloading policy; a policy with a name that no value of a layer has.

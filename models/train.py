@@ -7,7 +7,9 @@ import jax
 import typer
 
 try:
-    from models import train_dit, train_lm, train_mm
+    from models.training import dit as train_dit
+    from models.training import lm as train_lm
+    from models.training import mm as train_mm
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or (error.name or "").startswith("models"):
         raise

@@ -28,10 +28,11 @@ import numpy as np
 import typer
 from flax import nnx
 
-from models import hf, terminal
-from models.checkpoints import Checkpoints
+from models import hf
 from models.decoder import Decoder
-from models.presets import of_bytes
+from models.training import terminal
+from models.training.checkpoints import Checkpoints
+from models.training.presets import of_bytes
 from tests.models.interrupted_run import EVERY, train
 
 ROOT = Path(__file__).parents[1]

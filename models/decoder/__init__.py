@@ -1,7 +1,7 @@
 """A decoder language model whose blocks are made of parts that the configuration chooses.
 
 `config` names the choices, `rope`, `attention`, `mlp` and `experts` have the parts, `block` puts them together, and
-`model` stacks the blocks. models/hf.py reads and writes checkpoints of Hugging Face's architectures.
+`model` stacks the blocks. models/hf/checkpoint.py reads and writes checkpoints of Hugging Face's architectures.
 """
 
 from models.decoder.config import DecoderConfig, Latent, RopeScaling

@@ -14,7 +14,7 @@ from models.decoder.config import DecoderConfig
 from models.decoder.norm import normalized
 from models.decoder.rope import Turns, rotate
 from models.decoder.weights import SideBySide, linear_of, matrix_of
-from models.tensor_parallel import all_rows, narrow, wide
+from models.distributed.tensor_parallel import all_rows, narrow, wide
 
 KeysValues = tuple[jax.Array, ...]  # keys and values; of latent attention one array
 NAME = "attention"  # of what its backward needs (`jaxops.offload`)
@@ -47,7 +47,6 @@ def soft_attention(
     sinks: jax.Array | None,
     *,
     scale: float,
-    cap: float | None,
     heads_first: bool = False,
 ) -> jax.Array:
     """Softmax attention with what `jax.nn.dot_product_attention` lacks. Residuals are named "attention".
@@ -58,14 +57,12 @@ def soft_attention(
         the products need no transposed copy.
       mask: bool, [B or 1, T, S].
       sinks: [heads], a logit beside those of the keys, without a value; or None.
-      scale, cap: logits are cap * tanh(scale * q @ k / cap), without a cap scale * q @ k.
+      scale: logits are scale * q @ k.
     """
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None) -> jax.Array:
         B, T, heads, _ = q.shape
         logits = scale * _scores(q, k, heads_first)
-        if cap is not None:
-            logits = cap * jnp.tanh(logits / cap)
         logits = jnp.where(mask[:, None, None], logits, -0.7 * float(jnp.finfo(jnp.float32).max))
         most = jnp.max(logits, axis=-1, keepdims=True)
         if sinks is not None:

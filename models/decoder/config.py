@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxops.offload import Policy
+from models.distributed.tensor_parallel import check_heads
 from models.precision import Backend, Dtype, Recipe
-from models.tensor_parallel import check_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +97,6 @@ class DecoderConfig:
       window: tokens that a token sees, itself included, in layers that slide; None for all.
       sliding: the layers that slide, by number; None for all layers.
       sinks: whether each head has a learned logit that takes a part of the attention (gpt-oss).
-      attention_cap, logit_cap: soft limit of attention's or the last logits: cap * tanh(logits / cap).
-      attention_scale: factor on attention's logits; None for head_dim ** -0.5 (`scale` has it).
       latent: sizes of latent attention (DeepSeek), with rotary_dim; kv_heads is then heads.
       dense_layers, dense_hidden: layers with a dense unit among those with experts, by number, and its width.
       score, weight_scale, expert_groups, top_expert_groups, selection_bias: of the router, as in `jaxops.nn.Router`.
@@ -143,9 +141,6 @@ class DecoderConfig:
     window: PositiveInt | None = None
     sliding: tuple[int, ...] | None = None
     sinks: bool = False
-    attention_cap: PositiveFloat | None = None
-    logit_cap: PositiveFloat | None = None
-    attention_scale: PositiveFloat | None = None
     latent: Latent | None = None
     dense_layers: tuple[int, ...] = ()
     dense_hidden: PositiveInt | None = None
@@ -227,15 +222,15 @@ class DecoderConfig:
     @property
     def scale(self) -> float:
         """Factor on attention's logits."""
-        scale, rope = self.attention_scale or self.head_dim**-0.5, self.rope_scaling
+        scale, rope = self.head_dim**-0.5, self.rope_scaling
         if rope is None or rope.factor <= 1:
             return scale
         return scale * (1 + 0.1 * rope.sharpness * math.log(rope.factor)) ** 2
 
     @property
     def plain_attention(self) -> bool:
-        """Whether `jax.nn.dot_product_attention` computes it: no sinks, caps, other scale or latents."""
-        return self.scale == self.head_dim**-0.5 and not (self.sinks or self.attention_cap or self.latent)
+        """Whether `jax.nn.dot_product_attention` computes it: no sinks, other scale or latents."""
+        return self.scale == self.head_dim**-0.5 and not (self.sinks or self.latent)
 
     def stacks(self) -> tuple[tuple[int, ...], ...]:
         """The layers of `Decoder.blocks` and, if there are some, of `Decoder.dense_blocks`, by number."""

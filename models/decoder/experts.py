@@ -14,7 +14,7 @@ from jaxops.nn import MoE, Router
 from models.decoder.config import DecoderConfig
 from models.decoder.mlp import GatedUnit
 from models.decoder.weights import StoredFp8, decodes
-from models.mesh import AXES, EXPERTS
+from models.distributed.mesh import AXES, EXPERTS
 
 GPT_OSS_SLOPE = 1.702
 

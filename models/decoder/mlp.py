@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.decoder.config import DecoderConfig
 from models.decoder.weights import SideBySide, linear_of
-from models.tensor_parallel import narrow, wide
+from models.distributed.tensor_parallel import narrow, wide
 
 
 class GatedUnit(nnx.Module):

@@ -19,9 +19,9 @@ from models.decoder.experts import Routed
 from models.decoder.norm import normalized
 from models.decoder.rope import Turns, turns
 from models.decoder.weights import dot_general
+from models.distributed.mesh import Splits, before_loop, varying, whole_layers, whole_part
+from models.distributed.tensor_parallel import attend, devices, embed, own_rows, wide
 from models.layers import apply_layers, stacked
-from models.mesh import Splits, before_loop, varying, whole_layers, whole_part
-from models.tensor_parallel import attend, devices, embed, own_rows, wide
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys and values
 Cache = tuple[KeysValues, ...]  # of each layer
@@ -72,12 +72,12 @@ class Decoder(nnx.Module):
     """Tokens in, logits of the next token out. The blocks' parameters are stacked.
 
     Attributes:
-      blocks: all blocks; of a model with experts those that have them. By `models.inference` a list of all, one by
-        one.
+      blocks: all blocks; of a model with experts those that have them. By `models.generate.inference` a list of all,
+        one by one.
       dense_blocks: the blocks of dense_layers, or None.
 
     Args:
-      sharded: whether it is called inside `models.mesh.split_objective`, with a device's parts of parameters and batch.
+      sharded: whether it is called inside `models.distributed.mesh.split_objective`, with a device's parts.
         Model and parameters are the same; `Routed` covers all devices' tokens. Over an axis `tensor` "rows" below are
         all B * T tokens.
     """
@@ -85,7 +85,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, sharded: bool = False, rngs: nnx.Rngs):
         c = self.config = config
         self.sharded = sharded
-        self.splits: Splits | None = None  # set by `models.mesh.over`
+        self.splits: Splits | None = None  # set by `models.distributed.mesh.over`
         dtype = jnp.dtype(c.dtype)
 
         self.embed = nnx.Embed(
@@ -169,7 +169,7 @@ class Decoder(nnx.Module):
         c, T = self.config, starts.shape[1]
         slides = c.window is not None and c.window < T
         if c.attention == "cudnn" and (slides or not c.plain_attention):
-            raise ValueError("attention is 'cudnn', and the model has windows, sinks, caps or latents: write xla.")
+            raise ValueError("attention is 'cudnn', and the model has windows, sinks or latents: write xla.")
         plain = self._plain(starts, shared=documents is not None)
         at = jnp.arange(T, dtype=jnp.int32)
 
@@ -179,12 +179,12 @@ class Decoder(nnx.Module):
             before = (at[:, None] - at[None, :])[None]
             sees = before >= 0 if window is None else (before >= 0) & (before < window)
             sees = sees if documents is None else sees & (documents[:, :, None] == documents[:, None, :])
-            return soft_attention(q, k, v, sees, sinks, scale=c.scale, cap=c.attention_cap)
+            return soft_attention(q, k, v, sees, sinks, scale=c.scale)
 
         return attention
 
     def _plain(self, starts: jax.Array, shared: bool) -> Attend:
-        """Attention without windows, sinks, caps and latents. shared: whether several documents share a row."""
+        """Attention without windows, sinks and latents. shared: whether several documents share a row."""
         c = self.config
         if c.attention == "xla":
             return within_documents(starts, starts.shape[1] if shared else 1, "xla")
@@ -261,7 +261,7 @@ class Decoder(nnx.Module):
             before = places.positions[:, :, None] - then[None, None, :]
             sees = before >= 0 if window is None else (before >= 0) & (before < window)
             sees = sees & places.valid[:, :, None]
-            return soft_attention(q, k, v, sees, sinks, scale=c.scale, cap=c.attention_cap, heads_first=heads_first)
+            return soft_attention(q, k, v, sees, sinks, scale=c.scale, heads_first=heads_first)
 
         return attention
 
@@ -269,7 +269,7 @@ class Decoder(nnx.Module):
         """`_cached_attention` of one token a row, which also normalizes, rotates and writes the cache; None for what
         the op does not have."""
         c = self.config
-        if places.positions.shape[1] != 1 or c.latent is not None or c.attention_cap is not None or c.rope_pairs:
+        if places.positions.shape[1] != 1 or c.latent is not None or c.rope_pairs:
             return None
         at = jnp.where(places.valid, places.positions, -1)[:, 0]
         how: dict[str, Any] = {"scale": c.scale, "epsilon": c.norm_epsilon, "rotary": [turn[:, 0] for turn in angles]}
@@ -297,5 +297,4 @@ class Decoder(nnx.Module):
         """
         x, last = normalized(self.norm, x), self.last_layer() if last is None else last
         logits = attend(last, x) if self.head is None else wide(x, last)[0]
-        logits, cap = logits.astype(jnp.float32), self.config.logit_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return logits.astype(jnp.float32)

@@ -13,8 +13,8 @@ from flax import nnx
 from benchmarks import bench_decode, checks
 from benchmarks.bench_decode import OURS, OURS_FP8, QWEN3_30B, SMOKE, Workload
 from models.decoder import Experts
-from models.sampling import Sampling
-from models.slots import Fixed, advance
+from models.generate.sampling import Sampling
+from models.generate.slots import Fixed, advance
 from tests.command_line import run
 from tests.hopper import on_h200
 

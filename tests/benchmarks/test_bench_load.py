@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import bench_load
 from benchmarks.bench_decode import QWEN3_30B, SMOKE, nbytes
-from models.hf_tensors import read_headers
+from models.hf.tensors import read_headers
 from tests.command_line import run
 
 

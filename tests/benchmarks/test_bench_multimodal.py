@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import bench_multimodal, harness
 from benchmarks.bench_multimodal import documents, flops, padded_to_the_widest, products_apart
-from models.interleaved import Room, lay_out
-from models.modality_experts import Units, apply_units
+from models.multimodal.experts import Units, apply_units
+from models.multimodal.interleaved import Room, lay_out
 from tests.arrays import put
 from tests.command_line import run
 from tests.compare import assert_close

@@ -18,11 +18,11 @@ from benchmarks.fp8_parts import CASTS, PRODUCTS, SomeCasts
 from benchmarks.precision_sides import BASELINE, Side, cast_sides, training_sides
 from benchmarks.precision_trainings import gradient_errors, paired, work_of
 from jaxops.nn import Fp8Linear
-from models.data import Corpus
+from models.data.packing import Documents
+from models.data.text import Corpus
 from models.decoder import DecoderConfig
-from models.mesh import name_of
-from models.packing import Documents
-from models.presets import Preset
+from models.distributed.mesh import name_of
+from models.training.presets import Preset
 from tests.command_line import run
 
 TINY = Preset(

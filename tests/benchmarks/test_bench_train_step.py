@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from benchmarks import bench_train_step, harness
-from models.dit import DiT, DiTConfig
-from models.packing import Batch
-from models.presets import DIT_PRESETS, PRESETS
+from models.data.packing import Batch
+from models.dit.model import DiT, DiTConfig
+from models.training.presets import DIT_PRESETS, PRESETS
 from tests.command_line import run
 
 

@@ -6,8 +6,10 @@ import functools
 import jax
 import pytest
 
-from models import train_dit, train_lm, train_mm
-from models.presets import PRESETS
+from models.training import dit as train_dit
+from models.training import lm as train_lm
+from models.training import mm as train_mm
+from models.training.presets import PRESETS
 from tests.models.interrupted_run import EVERY, TINY, train
 
 # Fields of a model's configuration that change no parameter.

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from models import train_lm
 from models.decoder import DecoderConfig
-from models.presets import PRESETS, Preset
+from models.training import lm as train_lm
+from models.training.presets import PRESETS, Preset
 
 EVERY = 2
 TOO_LONG_S = 60  # after which a test that went wrong ends

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from models.chat import ChatTemplate, conversation, encode, template_of
-from models.tokenizer import Bytes, HuggingFace
+from models.data.chat import ChatTemplate, conversation, encode, template_of
+from models.data.tokenizer import Bytes, HuggingFace
 
 FOLDER = pathlib.Path(__file__).parents[1] / "data" / "chat"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
@@ -191,8 +191,7 @@ def test_what_a_template_cannot_do():
     for source in (
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
-        "{% set n = namespace(__class__=1) %}",
-        "{% set n = namespace(a=1) %}{% set n.__class__ = 1 %}",
+        "{% set n = namespace(a=1) %}{{ n.__class__.__mro__ }}",
         "{{ dict.__globals__.keys() }}",
         "{{ raise_exception.__globals__.keys() }}",
     ):

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from models import config, train_dit, train_lm
-from models.config import assignments, overlay
-from models.presets import DIT_PRESETS, PRESETS
-from models.train_dit import DitOptions
-from models.train_lm import LmOptions
+from models.training import config
+from models.training import dit as train_dit
+from models.training import lm as train_lm
+from models.training.config import assignments, overlay
+from models.training.dit import DitOptions
+from models.training.lm import LmOptions
+from models.training.presets import DIT_PRESETS, PRESETS
 
 HARD = (
     *(

@@ -12,16 +12,19 @@ import pytest
 import typer
 from flax import nnx
 
-from models import config, generate, hf, loop, train_lm
-from models.chat import ChatTemplate, Conversation
-from models.data import read_texts, split, tokenize_all
+from models import hf
+from models.data.chat import ChatTemplate, Conversation
+from models.data.packing import Batch, Documents
+from models.data.text import read_texts, split, tokenize_all
+from models.data.tokenizer import Bytes
 from models.decoder import DecoderConfig
-from models.decoder_loss import loss_fn
-from models.mesh import make_mesh, replicate, shard_state
-from models.packing import Batch, Documents
-from models.presets import PRESETS, Preset
-from models.tokenizer import Bytes
-from models.train_lm import main
+from models.decoder.loss import loss_fn
+from models.distributed.mesh import make_mesh, replicate, shard_state
+from models.generate import command as generate
+from models.training import config, loop
+from models.training import lm as train_lm
+from models.training.lm import main
+from models.training.presets import PRESETS, Preset
 from tests.arrays import put
 from tests.devices import needs_four
 from tests.models.test_decoder_parts import model_of

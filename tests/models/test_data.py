@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from models.data import bigram_nats, read_texts, source_files, split, standard_library, text_files, tokenize
-from models.packing import Batch, Documents, even_rows, pack
-from models.tokenizer import Bytes, HuggingFace
+from models.data.packing import Batch, Documents, even_rows, pack
+from models.data.text import bigram_nats, read_texts, source_files, split, standard_library, tokenize
+from models.data.text_files import text_files
+from models.data.tokenizer import Bytes, HuggingFace
 
 
 def documents_in(documents: Documents) -> list[bytes]:

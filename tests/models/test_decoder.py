@@ -12,15 +12,16 @@ from rich.console import Console
 
 from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy
-from models import decoder_loss, train_lm
-from models.data import Corpus
+from models.data.packing import Batch, Documents, build
+from models.data.text import Corpus
 from models.decoder import Decoder, DecoderConfig, document_starts, positions_in
+from models.decoder import loss as decoder_loss
+from models.decoder.loss import loss_fn
 from models.decoder.model import within_documents
-from models.decoder_loss import loss_fn
-from models.loop import Run
-from models.packing import Batch, Documents, build
-from models.presets import Preset
-from models.train_lm import objective
+from models.training import lm as train_lm
+from models.training.lm import objective
+from models.training.loop import Run
+from models.training.presets import Preset
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.models.test_decoder_parts import model_of

@@ -12,7 +12,6 @@ from flax import nnx
 
 from jaxops.nn import RouterBias
 from jaxops.offload import Policy
-from models import hf_quantized
 from models.decoder import Decoder, DecoderConfig, Latent, RopeScaling
 from models.decoder.attention import soft_attention
 from models.decoder.cache import Places, write
@@ -21,7 +20,8 @@ from models.decoder.model import lengths_of
 from models.decoder.norm import normalized
 from models.decoder.rope import rotate, turns
 from models.decoder.weights import StoredFp8Linear, matrix_of
-from models.inference import for_inference
+from models.generate.inference import for_inference
+from models.hf import quantized as hf_quantized
 from tests.arrays import put
 from tests.jaxprs import equations
 
@@ -38,8 +38,6 @@ MUCH = dataclasses.replace(
     window=5,
     sliding=(0, 3),
     sinks=True,
-    attention_cap=2.0,
-    logit_cap=3.0,
     dense_layers=(0, 2),
     dense_hidden=14,
     shared_hidden=8,
@@ -302,13 +300,6 @@ def test_no_token_sees_beyond_the_window():
     assert (difference[9:] == 0).all()
 
 
-def test_logits_have_a_soft_cap():
-    dense = dataclasses.replace(SMALL, layers=1, experts=0, top_k=0)
-    plain = logits_of(model_of(dense), TOKENS)
-    capped = dataclasses.replace(dense, logit_cap=0.7)
-    np.testing.assert_allclose(logits_of(model_of(capped), TOKENS), 0.7 * np.tanh(plain / 0.7), atol=1e-6)
-
-
 def test_lengths_of_documents():
     starts = jnp.array([[1, 0, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0]], bool)
     np.testing.assert_array_equal(lengths_of(starts), [[3, 3, 3, 1, 2, 2], [6] * 6])
@@ -329,9 +320,8 @@ def test_rotary_pairs_turn_by_their_angles():
         np.testing.assert_array_equal(got[..., 6:], x[..., 6:])
 
 
-@pytest.mark.parametrize("cap", [None, 0.8])
 @pytest.mark.parametrize("sinking", [False, True])
-def test_attention_with_sinks_caps_and_other_values(cap, sinking):
+def test_attention_with_sinks_and_other_values(sinking):
     """Against a loop over heads and queries in float64, with grouped queries and wider values; and its gradient."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, *size)) for size in ((5, 6, 4), (7, 2, 4), (7, 2, 9)))
@@ -340,12 +330,11 @@ def test_attention_with_sinks_caps_and_other_values(cap, sinking):
     wanted = np.zeros((2, 5, 6, 9))
     for b, t, h in np.ndindex(2, 5, 6):
         logits = 0.3 * k[b, mask[b, t], h // 3] @ q[b, t, h]
-        logits = logits if cap is None else cap * np.tanh(logits / cap)
         shares = np.exp(logits)
         total = shares.sum() + (0 if sinks is None else np.exp(sinks[h]))
         wanted[b, t, h] = (shares / total) @ v[b, mask[b, t], h // 3]
     arrays = [None if a is None else put(a, jnp.float32) for a in (q, k, v, sinks)]
-    run = lambda q, k, v, sinks: soft_attention(q, k, v, jnp.asarray(mask), sinks, scale=0.3, cap=cap)
+    run = lambda q, k, v, sinks: soft_attention(q, k, v, jnp.asarray(mask), sinks, scale=0.3)
     loss = lambda arrays: jnp.sum(jnp.sin(run(*arrays)))
     direction = [None if a is None else put(rng.normal(size=a.shape), jnp.float32) for a in arrays]
     moved = lambda step: [None if a is None else a + step * d for a, d in zip(arrays, direction, strict=True)]
@@ -361,7 +350,7 @@ def test_attention_with_sinks_caps_and_other_values(cap, sinking):
 def test_a_query_that_sees_nothing_gets_zero():
     x = jnp.ones((1, 2, 2, 4))
     nothing = jnp.zeros((1, 2, 2), bool)
-    run = lambda x, sinks: soft_attention(x, x, x, nothing, sinks, scale=1.0, cap=None)
+    run = lambda x, sinks: soft_attention(x, x, x, nothing, sinks, scale=1.0)
     summed = jax.value_and_grad(lambda x: jnp.sum(run(x, jnp.zeros(2))))
     (value, gradient), without = jax.jit(lambda x: (summed(x), run(x, None)))(x)
     assert value == 0
@@ -397,5 +386,5 @@ def test_cudnn_has_no_windows_and_sinks():
         model = nnx.eval_shape(
             lambda change=change: Decoder(dataclasses.replace(SMALL, attention="cudnn", **change), rngs=nnx.Rngs(0))
         )
-        with pytest.raises(ValueError, match="windows, sinks, caps or latents: write xla"):
+        with pytest.raises(ValueError, match="windows, sinks or latents: write xla"):
             nnx.eval_shape(lambda model: model(TOKENS), model)

@@ -9,7 +9,7 @@ import jax
 import pytest
 import typer
 
-from models.distributed import initialize, is_first, make_console
+from models.distributed.processes import initialize, is_first, make_console
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ def test_one_process(capsys):
 
 def test_kubernetes_needs_its_package():
     """In a process of its own, since `jax.distributed` works once in one."""
-    program = "from models.distributed import initialize; initialize()"
+    program = "from models.distributed.processes import initialize; initialize()"
     environment = os.environ | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from models import ending, train_lm
-from models.report import MetricsLog
+from models.training import ending
+from models.training import lm as train_lm
+from models.training.report import MetricsLog
 from tests.models.interrupted_run import EVERY, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -112,7 +113,7 @@ def test_a_process_that_does_not_stop_is_ended(second):
     """Python's own handlers do not run while the main thread is in compiled code."""
     code = f"""
 import os, signal, threading
-from models.ending import StopSignals
+from models.training.ending import StopSignals
 with StopSignals({60 if second else 0.1}, lambda number: f"last words of {{number}}"):
     signal.pthread_sigmask(signal.SIG_BLOCK, [])
     for _ in range({2 if second else 1}):

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from models import checkpoints
+from models.training import checkpoints
 from tests import faults
 
 
@@ -27,7 +27,7 @@ def test_a_hundred(whole):
 
 
 def test_a_checksum_that_says_always_the_same_is_seen(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "checksums", lambda arrays, typed: dict.fromkeys(arrays, 0))
+    monkeypatch.setattr(checkpoints, "checksums", lambda arrays: dict.fromkeys(arrays, 0))
     monkeypatch.setattr(
         checkpoints.Checkpoints,
         "_metadata",

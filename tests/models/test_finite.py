@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import typer
 
-from models import train_lm
-from models.report import MetricsLog, plot_report
+from models.training import lm as train_lm
+from models.training.report import MetricsLog, plot_report
 from tests.models.interrupted_run import train
 
 pytestmark = pytest.mark.usefixtures("tiny")

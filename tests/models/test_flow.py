@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.dit import DiT, DiTConfig, generate, loss_fn, waves
-from models.images import Batch
+from models.data.images import Batch
+from models.dit.model import DiT, DiTConfig, generate, loss_fn, waves
 from tests.arrays import put
 from tests.compare import assert_close
 

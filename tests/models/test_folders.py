@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from models import folders
+from models.training import folders
 
 
 def run_in(folder: Path, *names: str) -> Path:

@@ -13,13 +13,14 @@ import pytest
 import typer
 from flax import nnx
 
-from models import frozen, loop, train_lm
-from models.data import split
+from models.data.packing import Documents
+from models.data.text import split
 from models.decoder import DecoderConfig
-from models.decoder_loss import loss_fn
-from models.mesh import make_mesh, name_of, replicate, shard_state
-from models.packing import Documents
-from models.presets import Preset
+from models.decoder.loss import loss_fn
+from models.distributed.mesh import make_mesh, name_of, replicate, shard_state
+from models.training import frozen, loop
+from models.training import lm as train_lm
+from models.training.presets import Preset
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.devices import needs_four

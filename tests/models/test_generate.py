@@ -12,11 +12,12 @@ import pytest
 import tokenizers
 import typer
 
-from models import generate, hf
+from models import hf
 from models.decoder import DecoderConfig
-from models.generate import main
-from models.sampling import Sampling
-from models.slots import generate as complete
+from models.generate import command as generate
+from models.generate.command import main
+from models.generate.sampling import Sampling
+from models.generate.slots import generate as complete
 from tests.models.test_decoder_parts import model_of
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"

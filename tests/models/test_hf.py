@@ -16,6 +16,9 @@ from flax import nnx, traverse_util
 
 from models import hf
 from models.decoder import Decoder
+from models.hf.checkpoint import checkpoint_tensor, uses_of
+from models.hf.files import INDEX
+from models.hf.names import table
 from tests.models.hf_checkpoints import ALIKE, DATA, NAMES, changed, loaded, stored
 
 
@@ -54,11 +57,11 @@ def test_logits_and_gradients_are_those_of_transformers(name):
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-4, rtol=0)
     np.testing.assert_allclose(value, expected["loss"][0], rtol=1e-5)
     found = jax.tree.map(np.asarray, traverse_util.flatten_dict(nnx.to_pure_dict(gradients)))
-    entries = [entry for entry in hf.table(architecture, model.config) if entry.path in found]  # not routers' buffers
-    uses = hf.uses_of(entries, found)
+    entries = [entry for entry in table(architecture, model.config) if entry.path in found]  # not routers' buffers
+    uses = uses_of(entries, found)
     assert {f"gradient:{name}" for name in uses} == {key for key in expected if key.startswith("gradient:")}
     for name, parts in uses.items():
-        got = hf.checkpoint_tensor(parts, found)
+        got = checkpoint_tensor(parts, found)
         np.testing.assert_allclose(got, expected[f"gradient:{name}"], atol=1e-5, rtol=1e-4, err_msg=name)
 
 
@@ -80,7 +83,7 @@ def test_a_checkpoint_that_is_loaded_and_saved_is_the_same(name, max_bytes, tmp_
     for key, tensor in before.items():
         np.testing.assert_array_equal(after[key], tensor, err_msg=key)
     if max_bytes == 4000:
-        index = json.loads((tmp_path / hf.INDEX).read_text())
+        index = json.loads((tmp_path / INDEX).read_text())
         assert set(index["weight_map"]) == set(before)
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in before.values())
         assert all(file.stat().st_size < 4000 + 4000 for file in files)
@@ -128,7 +131,7 @@ def test_missing_files(tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
         hf.load(folder)
-    (folder / hf.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
     with pytest.raises(FileNotFoundError, match=r"has no model-00001-of-00002\.safetensors"):
         hf.load(folder)
 
@@ -161,10 +164,10 @@ def lie(file: pathlib.Path) -> None:
         ("config.json", lambda file: file.write_text("[]")),
         ("config.json", lambda file: file.write_text("{}")),
         ("config.json", lambda file: file.write_bytes(b"\xff\xfe{}")),
-        (hf.INDEX, lambda file: file.write_text("{")),
-        (hf.INDEX, lambda file: file.write_text("{}")),
-        (hf.INDEX, lambda file: file.write_text('{"weight_map": {"a": "../model.safetensors"}}')),
-        (hf.INDEX, lambda file: file.write_text('{"weight_map": {"a": 3}}')),
+        (INDEX, lambda file: file.write_text("{")),
+        (INDEX, lambda file: file.write_text("{}")),
+        (INDEX, lambda file: file.write_text('{"weight_map": {"a": "../model.safetensors"}}')),
+        (INDEX, lambda file: file.write_text('{"weight_map": {"a": 3}}')),
     ],
 )
 def test_a_damaged_file_is_named(file, damage, tmp_path):
@@ -208,7 +211,7 @@ def test_weights_that_are_not_read(tensors, says, tmp_path):
 def test_a_tensor_in_two_files(tmp_path):
     folder = changed(tmp_path)
     shutil.copy(folder / "model.safetensors", folder / "b.safetensors")
-    (folder / hf.INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "model.safetensors"}}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "model.safetensors"}}))
     with pytest.raises(ValueError, match=r"lm_head\.weight is in b\.safetensors and in model\.safetensors"):
         hf.load(folder)
 

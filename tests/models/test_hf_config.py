@@ -17,9 +17,11 @@ import pytest
 import safetensors.flax
 from flax import nnx
 
-from models import hf, hf_config, hf_keys
+from models import hf
 from models.decoder import Decoder, DecoderConfig, model
 from models.decoder.rope import turns
+from models.hf import config as hf_config
+from models.hf import keys as hf_keys
 from tests.models.hf_checkpoints import DATA, NAMES, changed, loaded, say
 from tests.models.hf_table import table
 
@@ -54,7 +56,7 @@ def last_logits(config: DecoderConfig):
 
 def same_program(c: DecoderConfig) -> DecoderConfig:
     """Equal where rotary positions, windows and scale alone differ."""
-    return dataclasses.replace(c, rope_base=1.0, rope_scaling=None, window=None, sliding=None, attention_scale=None)
+    return dataclasses.replace(c, rope_base=1.0, rope_scaling=None, window=None, sliding=None)
 
 
 def same_parameters(c: DecoderConfig) -> DecoderConfig:
@@ -131,7 +133,7 @@ def test_the_architecture_that_fits():
     alike = {"mistral": "MistralForCausalLM", "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
     assert {name: fitting[name] for name in alike} == alike
     assert all(fitting[name] == hf.read_config(DATA / name)[0] for name in NAMES), fitting
-    assert hf_config.fitting(dataclasses.replace(hf.read_config(DATA / "llama")[1], logit_cap=3.0)) is None
+    assert hf_config.fitting(dataclasses.replace(hf.read_config(DATA / "llama")[1], qkv_clip=3.0)) is None
 
 
 def test_defaults_are_of_the_model_type():

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import hf, hf_config, train_lm
-from models.config import read, write
+from models import hf
+from models.data.tokenizer import Bytes
 from models.decoder import DecoderConfig, Latent
-from models.hf_unread import MEANINGLESS, READ_FOR_ALL
-from models.tokenizer import Bytes
+from models.hf import config as hf_config
+from models.hf.unread import MEANINGLESS, READ_FOR_ALL
+from models.training import lm as train_lm
+from models.training.config import read, write
 from tests.models.hf_checkpoints import DATA, changed
 
 CONFIGS: dict[str, dict] = json.loads((DATA.parent / "hf_configs.json").read_text())

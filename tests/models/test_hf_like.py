@@ -13,8 +13,9 @@ import pytest
 import safetensors.flax
 from flax import nnx, traverse_util
 
-from models import hf, hf_quantized
-from models.hf_files import header_of
+from models import hf
+from models.hf import quantized as hf_quantized
+from models.hf.files import INDEX, header_of
 from tests.models.hf_checkpoints import DATA, NAMES, changed, read, stored
 
 
@@ -42,7 +43,7 @@ def in_files(folder: pathlib.Path, dtypes: tuple[str, ...]) -> None:
         safetensors.flax.save_file(own, folder / file, metadata={"format": "pt", "of": str(number)})
         weight_map |= dict.fromkeys(own, file)
     (folder / "model.safetensors").unlink()
-    (folder / hf.INDEX).write_text(json.dumps({"weight_map": weight_map, "metadata": {"total_size": 7}}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map, "metadata": {"total_size": 7}}))
 
 
 def test_files_dtypes_and_what_is_not_loaded_stay(tmp_path):

@@ -10,21 +10,21 @@ import pytest
 import safetensors.flax
 from flax import nnx
 
-from models import hf, train_lm
-from models.data import split
+from models import hf
+from models.data.packing import Documents
+from models.data.text import split
+from models.data.tokenizer import Bytes
 from models.decoder import Decoder
-from models.packing import Documents
-from models.presets import Preset
-from models.slots import Batching, generate
-from models.tokenizer import Bytes
+from models.generate.slots import Batching, generate
+from models.training import lm as train_lm
+from models.training.presets import Preset
 from tests.arrays import put
-from tests.models.hf_checkpoints import ALIKE, DATA, NAMES, loaded, stored
-
-# In test_slots.py; and those whose parts others here have.
-ELSEWHERE = ("llama_odd_tied", "qwen3_moe", "mixtral_odd", "deepseek_v3_fp8")
+from tests.models.hf_checkpoints import DATA, loaded, stored
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE + ALIKE])
+# With sinks and windows, latent attention, norms over all heads. Others: test_slots.py. With the other parts a token at
+# a time is as all at once: test_decoder_parts.py.
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "olmoe"])
 def test_the_likeliest_tokens_are_those_of_transformers(name):
     """Of two prompts of 7 and 4 tokens at once, in pieces of 3, beyond windows and the texts of the first training."""
     expected = safetensors.flax.load_file(DATA / name / "expected.safetensors")

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from models import train_dit, train_mm
-from models.image_files import find_images, read_image, read_images, skipped
-from models.images import read_data
-from models.pairs import files_read, read_pairs
-from models.train_dit import DitOptions
-from models.train_mm import MmOptions
+from models.data.image_files import find_images, read_image, read_images, skipped
+from models.data.images import read_data
+from models.data.pairs import files_read, read_pairs
+from models.training import dit as train_dit
+from models.training import mm as train_mm
+from models.training.dit import DitOptions
+from models.training.mm import MmOptions
 
 
 def png(depth: int, kind: int, width: int, rows: bytes, transparent: bytes | None = None) -> bytes:

@@ -1,7 +1,6 @@
 """The images and how they are packed: none lost, none cut, none twice."""
 
 import itertools
-import types
 from collections import Counter, deque
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
-from models.images import (
+from models.data.images import (
     DATA_SETS,
     Batch,
     DataSet,
@@ -27,7 +26,7 @@ from models.images import (
     token_counts,
     unpatchify,
 )
-from models.presets import DIT_PRESETS
+from models.training.presets import DIT_PRESETS
 
 PATCH, BUDGET, COUNT = 2, 24, 5
 sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=40)
@@ -183,21 +182,6 @@ def test_digits_are_held_out_whole(monkeypatch):
         assert np.mean(alike) > 0.8
 
 
-def test_photos_are_held_out_by_their_right_hand_fifth(monkeypatch):
-    """From two photographs whose brightness grows from left to right, one of them slightly."""
-    ramp = np.linspace(0, 250, 600).astype(np.uint8)
-    photos = [np.broadcast_to(row[None, :, None], (300, 600, 3)) for row in (ramp, ramp // 5)]
-    monkeypatch.setattr(sklearn.datasets, "load_sample_images", lambda: types.SimpleNamespace(images=photos))
-    data = DATA_SETS["photos"](0)
-    for images, low, high in ((data.train, 0.0, 0.8), (data.heldout, 0.8, 1.0)):
-        for label, brightest in ((0, 250), (1, 50)):
-            pixels = np.concatenate(
-                [image.ravel() for image, of in zip(images.pixels, images.labels, strict=True) if of == label]
-            )
-            assert low * brightest - 2 <= pixels.min() <= (low + 0.05) * brightest
-            assert (high - 0.05) * brightest <= pixels.max() <= high * brightest + 2
-
-
 def save(file, height: int, width: int, color=(250, 10, 10)) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (width, height), color).save(file)
@@ -266,7 +250,7 @@ def test_an_image_keeps_its_ratio(tmp_path):
 
 def test_folders_that_cannot_be_used(tmp_path):
     read = lambda: read_data(str(tmp_path), 0, 4, 64)
-    with pytest.raises(ValueError, match="'cats' is not one of digits, photos, and no folder"):
+    with pytest.raises(ValueError, match="'cats' is not one of digits, and no folder"):
         read_data("cats", 0, 4, 64)
     with pytest.raises(ValueError, match="has 0 images"):
         read()

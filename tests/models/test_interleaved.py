@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.images import unpatchify
-from models.interleaved import (
+from models.data.images import unpatchify
+from models.multimodal.interleaved import (
     Document,
     Room,
     Tokens,

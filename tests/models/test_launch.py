@@ -18,8 +18,10 @@ import pytest
 import typer
 from jax.sharding import SingleDeviceSharding
 
-from models import device_memory, launch, loop, train_lm
-from models.checkpoints import saved_steps
+from models.distributed import device_memory
+from models.training import launch, loop
+from models.training import lm as train_lm
+from models.training.checkpoints import saved_steps
 from tests.models.interrupted_run import EVERY, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -197,7 +199,7 @@ def test_several_processes_need_a_mesh(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(typer.BadParameter, match="2 processes train together on a mesh: write data=4"):
         train(tmp_path)
-    monkeypatch.setattr("models.launch.initialize", lambda *given: pytest.fail(str(given)))
+    monkeypatch.setattr("models.training.launch.initialize", lambda *given: pytest.fail(str(given)))
     with pytest.raises(pytest.fail.Exception, match=r"\('host:1', 2, 0\)"):
         train(tmp_path, coordinator="host:1", processes=2, process_id=0)
 

@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 
 from jaxops.offload import Policy
-from models.dit import DiT, DiTConfig, loss_fn
-from models.images import Batch
+from models.data.images import Batch
+from models.distributed.mesh import make_mesh
+from models.dit.model import DiT, DiTConfig, loss_fn
 from models.layers import OFFLOADED, options_for, remark
-from models.mesh import make_mesh
 from tests.arrays import drawn_like
 
 LOOPS = {"xla_gpu_enable_dynamic_slice_fusion": False, "xla_gpu_enable_dus_accumulator_zero_init_elimination": True}

@@ -17,9 +17,10 @@ from flax import nnx
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from models import train_lm
-from models.data import split
-from models.loop import (
+from models.data.packing import Documents
+from models.data.text import split
+from models.training import lm as train_lm
+from models.training.loop import (
     Measured,
     Run,
     Training,
@@ -31,10 +32,9 @@ from models.loop import (
     prefetched,
     run_steps,
 )
-from models.packing import Documents
-from models.presets import Preset, of_bytes
-from models.report import MetricsLog, plot_report
-from models.schedule import make_learning_rate
+from models.training.presets import Preset, of_bytes
+from models.training.report import MetricsLog, plot_report
+from models.training.schedule import make_learning_rate
 
 DENSE = dataclasses.replace(
     of_bytes(layers=1, width=8, heads=2, experts=1, top_k=1, hidden=8), experts=0, top_k=0, backend="xla"

@@ -16,12 +16,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxops.offload import Policy
-from models import loop, packing, train_dit, train_lm
-from models.data import split
+from models.data import packing
+from models.data.images import Batch
+from models.data.text import split
 from models.decoder import Decoder, DecoderConfig, Experts
-from models.dit import DiT, DiTConfig, loss_fn
-from models.images import Batch
-from models.mesh import (
+from models.distributed.mesh import (
     AXES,
     Splits,
     gather,
@@ -35,7 +34,11 @@ from models.mesh import (
     split_objective,
     split_of,
 )
-from models.presets import Preset
+from models.dit.model import DiT, DiTConfig, loss_fn
+from models.training import dit as train_dit
+from models.training import lm as train_lm
+from models.training import loop
+from models.training.presets import Preset
 from tests.arrays import drawn_like, put
 from tests.compare import assert_close
 from tests.devices import needs_four

@@ -10,13 +10,14 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from models import loop, train_mm
-from models.interleaved import Batch, Room, Tokens, captioned, illustrated, lay_out, stack
-from models.mesh import AXES, make_mesh, of_own_batch, parts_of, replicate, shard_batch, shard_state
-from models.modality_experts import ModalityExperts
-from models.multimodal import Multimodal, MultimodalConfig
-from models.multimodal_loss import losses_of
-from models.presets import MultimodalPreset
+from models.distributed.mesh import AXES, make_mesh, of_own_batch, parts_of, replicate, shard_batch, shard_state
+from models.multimodal.experts import ModalityExperts
+from models.multimodal.interleaved import Batch, Room, Tokens, captioned, illustrated, lay_out, stack
+from models.multimodal.loss import losses_of
+from models.multimodal.model import Multimodal, MultimodalConfig
+from models.training import loop
+from models.training import mm as train_mm
+from models.training.presets import MultimodalPreset
 from tests.arrays import drawn_like, put
 from tests.compare import assert_close
 from tests.devices import needs_four

@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 from jaxops.nn import RouterBias
-from models import loop, train_lm
 from models.decoder import Latent
-from models.mesh import make_mesh, name_of, parts_of, replicate, shard_state
+from models.distributed.mesh import make_mesh, name_of, parts_of, replicate, shard_state
+from models.training import lm as train_lm
+from models.training import loop
 from tests.compare import assert_close
 from tests.devices import needs_four
 from tests.jaxprs import equations

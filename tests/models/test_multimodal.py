@@ -12,12 +12,12 @@ from flax import nnx
 from jaxops.nn import AdaLNZeroBlock, AdaRMSNorm
 from models.decoder import Decoder
 from models.decoder.mlp import GatedUnit
-from models.dit import Attention as ImageAttention
-from models.dit import DiT, DiTConfig, position_embedding, waves
-from models.interleaved import Batch, Document, Room, Tokens, captioned, illustrated, lay_out
+from models.dit.model import Attention as ImageAttention
+from models.dit.model import DiT, DiTConfig, position_embedding, waves
 from models.layers import stacked
-from models.multimodal import Multimodal, MultimodalConfig, layout_of
-from models.multimodal_loss import loss_fn, losses_of
+from models.multimodal.interleaved import Batch, Document, Room, Tokens, captioned, illustrated, lay_out
+from models.multimodal.loss import loss_fn, losses_of
+from models.multimodal.model import Multimodal, MultimodalConfig, layout_of
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.models.test_decoder_parts import model_of as decoder_of

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from jaxops.nn import AmaxHistory
-from models.multimodal import Multimodal
-from models.multimodal_loss import loss_fn
+from models.multimodal.loss import loss_fn
+from models.multimodal.model import Multimodal
 from tests.models.test_multimodal import BATCH, CONFIG, model_of
 
 

@@ -13,12 +13,17 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from models import generate, launch, train, train_dit, train_lm, train_mm
-from models.generate import GenerateOptions
-from models.sampling import Sampling
-from models.train_dit import DitOptions
-from models.train_lm import LmOptions
-from models.train_mm import MmOptions
+from models import train
+from models.generate import command as generate
+from models.generate.command import GenerateOptions
+from models.generate.sampling import Sampling
+from models.training import dit as train_dit
+from models.training import launch
+from models.training import lm as train_lm
+from models.training import mm as train_mm
+from models.training.dit import DitOptions
+from models.training.lm import LmOptions
+from models.training.mm import MmOptions
 from tests.devices import needs_four
 
 HF = Path(__file__).parents[1] / "data" / "hf"

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.packing import Documents, best_fit, choose_buckets, even_rows, one_a_row, overall_fill, pack, row_batches
+from models.data.packing import (
+    Documents,
+    best_fit,
+    choose_buckets,
+    even_rows,
+    one_a_row,
+    overall_fill,
+    pack,
+    row_batches,
+)
 
 LENGTH = 16
 many_lengths = st.lists(st.one_of(st.integers(0, 3), st.integers(1, 70)), min_size=1, max_size=40).filter(

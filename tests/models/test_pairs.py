@@ -5,8 +5,8 @@ import json
 import pytest
 from PIL import Image
 
-from models.digits_in_words import WORDS, captions_of, digit_in
-from models.pairs import files_read, read_pairs
+from models.data.digits_in_words import WORDS, captions_of, digit_in
+from models.data.pairs import files_read, read_pairs
 
 
 def test_captions_of_digits():

@@ -14,17 +14,18 @@ from flax import nnx
 from rich.console import Console
 
 from jaxops.nn import AmaxHistory, Fp8Linear
-from models import train_dit, train_lm
-from models.data import Corpus
+from models.data.images import DATA_SETS, DataSet, Images
+from models.data.packing import Documents
+from models.data.text import Corpus
 from models.decoder import Decoder
-from models.dit import DiT
-from models.dit import generate as generate_images
-from models.images import DATA_SETS, DataSet, Images
-from models.inference import for_inference
-from models.loop import Run, init_state
-from models.packing import Documents
+from models.dit.model import DiT
+from models.dit.model import generate as generate_images
+from models.generate.inference import for_inference
 from models.precision import PRECISIONS, for_this_machine
-from models.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset, of_bytes
+from models.training import dit as train_dit
+from models.training import lm as train_lm
+from models.training.loop import Run, init_state
+from models.training.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset, of_bytes
 
 TINY_MOE = of_bytes(layers=1, width=16, heads=2, experts=2, top_k=1, hidden=8)
 TINY = Preset(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.sampling import Sampling, likeliest, pick
+from models.generate.sampling import Sampling, likeliest, pick
 
 CHANCES = np.array([0.1, 0.05, 0.4, 0.25, 0.2])
 ROWS = 4000

@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 
 from models.decoder import Decoder
-from models.dit import DiT, DiTConfig
-from models.hf_config import read_config
-from models.mesh import name_of
-from models.multimodal import Multimodal
-from models.presets import MULTIMODAL_PRESETS, PRESETS
-from models.schedule import make_optimizer
+from models.distributed.mesh import name_of
+from models.dit.model import DiT, DiTConfig
+from models.hf.config import read_config
+from models.multimodal.model import Multimodal
+from models.training.presets import MULTIMODAL_PRESETS, PRESETS
+from models.training.schedule import make_optimizer
 from tests.models.hf_checkpoints import DATA, NAMES
 
 # By the end of a name. A new parameter needs an entry: matrices and embeddings are decayed; norms' scales, biases and

@@ -15,17 +15,22 @@ import typer
 from flax import nnx
 
 from jaxops.offload import Policy
-from models import loop, mesh, show_mm, train_dit, train_lm, train_mm
+from models.data.images import Batch as ImageBatch
+from models.data.packing import Batch
 from models.decoder import Decoder, DecoderConfig
 from models.decoder.config import Latent, RopeScaling
-from models.dit import DiT
-from models.images import Batch as ImageBatch
-from models.interleaved import Room, lay_out
-from models.mesh import make_mesh, of_own_batch, over
-from models.multimodal import Multimodal, MultimodalConfig
-from models.packing import Batch
-from models.presets import DiTPreset, MultimodalPreset, Preset
-from models.schedule import make_learning_rate
+from models.distributed import mesh
+from models.distributed.mesh import make_mesh, of_own_batch, over
+from models.dit.model import DiT
+from models.multimodal import show as show_mm
+from models.multimodal.interleaved import Room, lay_out
+from models.multimodal.model import Multimodal, MultimodalConfig
+from models.training import dit as train_dit
+from models.training import lm as train_lm
+from models.training import loop
+from models.training import mm as train_mm
+from models.training.presets import DiTPreset, MultimodalPreset, Preset
+from models.training.schedule import make_learning_rate
 from tests.devices import needs_four
 from tests.models.test_loop import text
 from tests.models.test_train_dit import two_kinds_data as two_kinds_of_images
@@ -50,8 +55,8 @@ OF_A_SCHEDULE = {
     "accumulate": ("batches", 2),
     "seed": ("batches", 1),
 }
-OF_A_STEP = {"weight_decay": ("step", 0.25), "clip_norm": ("step", 2.0), "ema": ("step", 0.75)}
-OF_A_STEP |= {"freeze": ("step", ("blocks",))}
+STEPS = {"weight_decay": 0.25, "clip_norm": 2.0, "ema": 0.75, "freeze": ("blocks",)}
+OF_A_STEP = {name: ("step", value) for name, value in STEPS.items()}
 HERE = "test_settings.py::test_every_setting_changes_the_run"  # of `lm`, whose step is all models'
 OF_A_MODEL = {
     "dtype": ("program", "bfloat16"),
@@ -146,9 +151,6 @@ SETTINGS: dict[type, dict[str, Any]] = {
         "window": ("program", 4),
         "sliding": ("program", (0,), {"window": 4}),
         "sinks": ("program", True),
-        "attention_cap": ("program", 5.0),
-        "logit_cap": ("program", 5.0),
-        "attention_scale": ("program", 0.5),
         "latent": ("program", LATENT["latent"], {"kv_heads": 4, "rotary_dim": 4}),
         "dense_layers": ("program", (0,), {"dense_hidden": 24}),
         "dense_hidden": ("program", 40, {"dense_layers": (0,), "dense_hidden": 24}),
@@ -242,10 +244,7 @@ class OfLm:
         rows = train_lm.make_rows(preset, TEXT)
         return [train_lm.make_batches(preset, TEXT, rows)(step) for step in range(3)]
 
-    @staticmethod
-    def heldout(preset):
-        return train_lm.heldout_batches(preset, TEXT)
-
+    heldout = staticmethod(lambda preset: train_lm.heldout_batches(preset, TEXT))
     make_step = staticmethod(train_lm.make_step)
 
 

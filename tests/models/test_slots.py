@@ -11,11 +11,12 @@ import pytest
 import safetensors.flax
 from flax import nnx
 
-from models import decoder, slots
+from models import decoder
 from models.decoder import DecoderConfig
-from models.inference import for_inference
-from models.sampling import Sampling
-from models.slots import Batching, Completion, generate
+from models.generate import slots
+from models.generate.inference import for_inference
+from models.generate.sampling import Sampling
+from models.generate.slots import Batching, Completion, generate
 from tests.models.hf_checkpoints import DATA, loaded
 from tests.models.test_decoder_parts import model_of
 

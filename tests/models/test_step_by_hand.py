@@ -12,14 +12,16 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from models import loop, train_dit, train_lm
-from models.data import Corpus
-from models.images import DataSet, Images
-from models.loop import Measured, Run, make_evaluate, make_step
-from models.packing import Documents
-from models.presets import DiTPreset, Preset, of_bytes
-from models.report import History
-from models.schedule import Schedule
+from models.data.images import DataSet, Images
+from models.data.packing import Documents
+from models.data.text import Corpus
+from models.training import dit as train_dit
+from models.training import lm as train_lm
+from models.training import loop
+from models.training.loop import Measured, Run, make_evaluate, make_step
+from models.training.presets import DiTPreset, Preset, of_bytes
+from models.training.report import History
+from models.training.schedule import Schedule
 
 STEPS, PENALTY = 12, 0.05
 SCHEDULE = Schedule(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 from tokenizers.models import BPE, Unigram, WordPiece
 
-from models.streaming import TextStream
-from models.tokenizer import Bytes, HuggingFace
+from models.data.tokenizer import Bytes, HuggingFace
+from models.generate.streaming import TextStream
 
 CHAT = pathlib.Path(__file__).parents[1] / "data" / "chat" / "tokenizer.json"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

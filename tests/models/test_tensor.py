@@ -12,12 +12,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from models import decoder_loss, loop, train_dit, train_lm
+from models.data.images import Batch
 from models.decoder import DecoderConfig, Experts
-from models.dit import DiT, DiTConfig, loss_fn
-from models.images import Batch
-from models.mesh import AXES, make_mesh, of_own_batch, parts_of, replicate, shard_batch, shard_state
-from models.presets import DiTPreset
+from models.decoder import loss as decoder_loss
+from models.distributed.mesh import AXES, make_mesh, of_own_batch, parts_of, replicate, shard_batch, shard_state
+from models.dit.model import DiT, DiTConfig, loss_fn
+from models.training import dit as train_dit
+from models.training import lm as train_lm
+from models.training import loop
+from models.training.presets import DiTPreset
 from tests.arrays import drawn_like, put
 from tests.compare import assert_close
 from tests.devices import needs_four

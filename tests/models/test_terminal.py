@@ -4,15 +4,16 @@ import ast
 import io
 import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
-from models import config
-from models.loop import Run
-from models.terminal import Terminal, lines
+from models.train import app
+from models.training import config
+from models.training.loop import Run
+from models.training.terminal import Terminal, lines
 
 ROOT = pathlib.Path(__file__).parents[2]
 LITERAL = (
@@ -63,10 +64,9 @@ def test_an_error_is_a_line(tmp_path):
     out = tmp_path / ("long name " * 20).strip()
     out.mkdir()
     (out / "config.yaml").touch()
-    code = f"import models.train as t; t.app(['dit', '--steps', '1', '--out', {str(out)!r}])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert f"{out} holds a run already" in done.stderr.splitlines()[-1]
+    done = CliRunner().invoke(app, ["dit", "--steps", "1", "--out", str(out)])
+    assert done.exit_code == 2
+    assert f"{out} holds a run already" in done.output.splitlines()[-1]
 
 
 def test_what_the_encoding_does_not_have(monkeypatch):

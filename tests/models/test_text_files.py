@@ -7,10 +7,10 @@ import re
 import pytest
 from PIL import Image
 
-from models.data import files_read, read_texts
-from models.generate import prompts_of
-from models.pairs import read_pairs
-from models.text_files import text_files
+from models.data.pairs import read_pairs
+from models.data.text import files_read, read_texts
+from models.data.text_files import text_files
+from models.generate.command import prompts_of
 
 MARK = b"\xef\xbb\xbf"
 

@@ -9,12 +9,12 @@ import tokenizers
 from flax import nnx
 from tokenizers import models, pre_tokenizers, processors
 
-from models.data import tokenize
+from models.data.packing import Documents
+from models.data.text import tokenize
+from models.data.tokenizer import Bytes, HuggingFace, end_tokens, tokenizer_of
 from models.decoder import Decoder
-from models.hf_config import end_token
-from models.packing import Documents
-from models.tokenizer import Bytes, HuggingFace, end_tokens, tokenizer_of
-from models.train_lm import choose_tokenizer, save_checkpoint
+from models.hf.config import end_token
+from models.training.lm import choose_tokenizer, save_checkpoint
 from tests.models.test_train_lm import TINY
 
 VOCAB = {"<s>": 0, "a": 1, "b": 2, "ab": 3, "c": 7, "</s>": 9}

@@ -1,5 +1,6 @@
 """The training command: which models it knows, and what it says of them."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,13 +25,19 @@ def test_without_its_packages_it_names_the_extra():
 
 
 def test_without_a_command_it_shows_help():
-    shown = subprocess.run(
-        [sys.executable, "-m", "models.train"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    text = shown.stdout + shown.stderr
+    text = CliRunner().invoke(app, []).output
     assert "Usage:" in text
     for command in ("lm", "dit", "mm"):
         assert f" {command} " in text
+
+
+def test_the_command_that_generates(monkeypatch, capsys):
+    """`python -m models.generate --help`."""
+    monkeypatch.setattr(sys, "argv", ["generate", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("models.generate", run_name="__main__")
+    assert ended.value.code == 0
+    assert "--prompts" in capsys.readouterr().out
 
 
 BOTH = (

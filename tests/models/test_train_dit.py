@@ -1,13 +1,9 @@
 """`python -m models.train dit` on a tiny model: it learns, compiles once, draws images, and images are independent."""
 
-import contextlib
 import functools
-import io
 import json
 import re
 import shutil
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,13 +13,14 @@ import yaml
 from flax import nnx
 from PIL import Image
 
-from models import train_dit
-from models.dit import DiT, DiTConfig, generate, loss_fn, position_embedding
-from models.images import DATA_SETS, DataSet, Images, every_image_once, pack
-from models.presets import DIT_PRESETS, DiTPreset
-from models.train_dit import DitOptions, choose, main, make_step, sample
+from models.data.images import DATA_SETS, DataSet, Images, every_image_once, pack
+from models.dit.model import DiT, DiTConfig, generate, loss_fn, position_embedding
+from models.training import dit as train_dit
+from models.training.dit import DitOptions, choose, main, sample
+from models.training.presets import DIT_PRESETS, DiTPreset
 from tests.arrays import put
 from tests.compare import assert_close
+from tests.models.commands import check_step, watched
 
 PATCH, LONGEST = 2, 12
 TINY = DiTPreset(
@@ -62,36 +59,13 @@ def two_kinds_data(seed: int) -> DataSet:
     )
 
 
-class Command(NamedTuple):
-    """A run of the command on TINY: its output, its folder, the compiled step, and the arguments of the first step."""
-
-    printed: str
-    out: Path
-    graphdef: Any
-    step: Any
-    first: Any
-
-
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
-    out, printed, seen = tmp_path_factory.mktemp("run"), io.StringIO(), {}
-
-    def guarded_step(graphdef, preset, mesh):
-        seen.update(graphdef=graphdef, step=make_step(graphdef, preset, mesh))
-
-        def run(state, batch, key):
-            seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
-            with jax.transfer_guard("disallow"):
-                return seen["step"](state, batch, key)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+    out = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DIT_PRESETS, "tiny", TINY)
         patch.setitem(DATA_SETS, "two-kinds", two_kinds_data)
-        patch.setattr("models.train_dit.make_step", guarded_step)
-        main(data="two-kinds", preset="tiny", out=out)
-    return Command(printed.getvalue(), out, **seen)
+        return watched(train_dit, out, lambda: main(data="two-kinds", preset="tiny", out=out))
 
 
 def test_loss_falls(command):
@@ -114,23 +88,8 @@ def test_pictures(command):
         assert grid.width * 3 < grid.height * 2.5, "two classes, three sizes"
 
 
-def test_step_compiles_once(command):
-    assert command.step._cache_size() == 1
-
-
-def test_step_never_meets_the_host(command):
-    state, *given = command.first
-    text = command.step.lower(jax.device_put(state, jax.devices()[0]), *given).compile().as_text()
-    for word in ("callback", "outfeed", "infeed", "send(", "recv(", "S(5)"):  # S(5) is host memory
-        assert word not in text
-    aliases = text.split("input_output_alias={", 1)[1].splitlines()[0]
-    assert aliases.count("-alias)") == len(jax.tree.leaves(command.first[0])), "the whole state is donated"
-
-
-def test_same_state_same_bits(command):
-    state, batch, key = command.first
-    one, other = (command.step(jax.device_put(state, jax.devices()[0]), batch, key)[0] for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+def test_step(command):
+    check_step(command)
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,10 @@
 """`python -m models.train lm` on a tiny model: what it learns, what it compiles to, what it writes."""
 
-import contextlib
 import dataclasses
-import io
 import json
 import os
 import re
 import shutil
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,14 +14,17 @@ import typer
 from flax import nnx
 from PIL import Image
 
-from models import hf, mesh, train_lm
-from models.config import read
+from models import hf
+from models.data.tokenizer import Bytes, HuggingFace, tokenizer_of
 from models.decoder import Decoder
-from models.hf_config import fitting
-from models.presets import PRESETS, Preset, of_bytes
-from models.tokenizer import Bytes, HuggingFace, tokenizer_of
-from models.train_lm import LmOptions, choose, choose_tokenizer, main, make_step, read_corpus, save_checkpoint
+from models.distributed import mesh
+from models.hf.config import fitting
+from models.training import lm as train_lm
+from models.training.config import read
+from models.training.lm import LmOptions, choose, choose_tokenizer, main, read_corpus, save_checkpoint
+from models.training.presets import PRESETS, Preset, of_bytes
 from tests.devices import needs_four
+from tests.models.commands import check_step, watched
 
 TINY = Preset(
     of_bytes(layers=1, width=16, heads=2, experts=4, hidden=8),
@@ -39,35 +38,12 @@ TINY = Preset(
 )
 
 
-class Command(NamedTuple):
-    """A run of the command on TINY: its output, its folder, the compiled step, and the arguments of the first step."""
-
-    printed: str
-    out: Path
-    graphdef: Any
-    step: Any
-    first: Any
-
-
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
-    out, printed, seen = tmp_path_factory.mktemp("run"), io.StringIO(), {}
-
-    def guarded_step(graphdef, preset, mesh):
-        seen.update(graphdef=graphdef, step=make_step(graphdef, preset, mesh))
-
-        def run(state, batch, key):
-            seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
-            with jax.transfer_guard("disallow"):
-                return seen["step"](state, batch, key)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+    out = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny", TINY)
-        patch.setattr("models.train_lm.make_step", guarded_step)
-        main(preset="tiny", out=out, seed=1)
-    return Command(printed.getvalue(), out, **seen)
+        return watched(train_lm, out, lambda: main(preset="tiny", out=out, seed=1))
 
 
 def test_loss_falls(command):
@@ -189,23 +165,8 @@ def test_a_dense_model_and_one_that_no_architecture_fits(tmp_path):
     assert {fitting(preset.model) for preset in PRESETS.values()} == {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}
 
 
-def test_step_compiles_once(command):
-    assert command.step._cache_size() == 1
-
-
-def test_step_never_meets_the_host(command):
-    state, *given = command.first
-    text = command.step.lower(jax.device_put(state, jax.devices()[0]), *given).compile().as_text()
-    for word in ("callback", "outfeed", "infeed", "send(", "recv(", "S(5)"):  # S(5) is host memory
-        assert word not in text
-    aliases = text.split("input_output_alias={", 1)[1].splitlines()[0]
-    assert aliases.count("-alias)") == len(jax.tree.leaves(command.first[0])), "the whole state is donated"
-
-
-def test_same_state_same_bits(command):
-    state, data, key = command.first
-    one, other = (command.step(jax.device_put(state, jax.devices()[0]), data, key)[0] for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+def test_step(command):
+    check_step(command)
 
 
 def test_the_corpus_is_the_same_every_time():

@@ -1,14 +1,12 @@
 """`python -m models.train mm` on a tiny model: it learns, compiles once, resumes, shards, draws and captions."""
 
-import contextlib
 import dataclasses
 import functools
-import io
 import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +17,17 @@ from flax import nnx
 from PIL import Image
 
 from jaxops.nn import AmaxHistory
-from models import loop, show_mm, train_mm
-from models.interleaved import Tokens, captioned, illustrated, lay_out, stack
-from models.multimodal import Multimodal, MultimodalConfig
-from models.multimodal_sampling import caption, draw, until
-from models.pairs import DATA_SETS, PairData, Pairs
-from models.presets import MULTIMODAL_PRESETS, MultimodalPreset
-from models.train_mm import MmOptions, choose, main, make_step, prepare, train_documents
+from models.data.pairs import DATA_SETS, PairData, Pairs
+from models.multimodal import show as show_mm
+from models.multimodal.interleaved import Tokens, captioned, illustrated, lay_out, stack
+from models.multimodal.model import Multimodal, MultimodalConfig
+from models.multimodal.sampling import caption, draw, until
+from models.training import loop
+from models.training import mm as train_mm
+from models.training.mm import MmOptions, choose, main, prepare, train_documents
+from models.training.presets import MULTIMODAL_PRESETS, MultimodalPreset
 from tests.arrays import put
+from tests.models.commands import check_step, watched
 
 MODEL = MultimodalConfig(
     vocab=258,
@@ -70,15 +71,6 @@ def two_kinds_data() -> PairData:
     return PairData(two_kinds(40, 0), two_kinds(10, 1), 2, 1)
 
 
-class Command(NamedTuple):
-    """A run of the command on TINY: its output, its folder, the compiled step, and the arguments of the first step."""
-
-    printed: str
-    out: Path
-    step: Any
-    first: Any
-
-
 def run_tiny(out: Path, **options: Any) -> None:
     main(data="two-kinds", preset="tiny", out=out, **options)
 
@@ -93,22 +85,8 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory, tiny):
-    out, printed, seen = tmp_path_factory.mktemp("run"), io.StringIO(), {}
-
-    def guarded_step(graphdef, preset, mesh):
-        seen.update(step=make_step(graphdef, preset, mesh))
-
-        def run(state, batch, key):
-            seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
-            with jax.transfer_guard("disallow"):
-                return seen["step"](state, batch, key)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr("models.train_mm.make_step", guarded_step)
-        run_tiny(out, save_every=2)
-    return Command(printed.getvalue(), out, **seen)
+    out = tmp_path_factory.mktemp("run")
+    return watched(train_mm, out, lambda: run_tiny(out, save_every=2))
 
 
 def logged(out: Path) -> list[dict]:
@@ -127,14 +105,8 @@ def test_what_is_printed_and_written(command):
     assert all(0.9 < row["balance"] < 2.1 for row in rows)
 
 
-def test_step_compiles_once_and_is_on_the_device_alone(command):
-    assert command.step._cache_size() == 1
-    state, *given = command.first
-    text = command.step.lower(jax.device_put(state, jax.devices()[0]), *given).compile().as_text()
-    for word in ("callback", "outfeed", "infeed", "send(", "recv(", "S(5)"):  # S(5) is host memory
-        assert word not in text
-    aliases = text.split("input_output_alias={", 1)[1].splitlines()[0]
-    assert aliases.count("-alias)") == len(jax.tree.leaves(command.first[0])), "the whole state is donated"
+def test_step(command):
+    check_step(command)
 
 
 def test_a_resumed_run_is_the_same_run(command, tiny, tmp_path, monkeypatch):

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from models import config
-from models.chat import template_of
-from models.whole_files import NAME, replace, verify, written_whole
+from models.data.chat import template_of
+from models.training import config
+from models.training.whole_files import NAME, replace, verify, written_whole
 
 NAMES = [
     "a b",

@@ -1,0 +1,1 @@
+"""Data of the training commands: texts, conversations, images, captions, and their batches."""

@@ -1,0 +1,194 @@
+"""Text to tokens and back: bytes, or a tokenizer.json."""
+
+import itertools
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from models.hf.config import end_token, read_json
+
+TOGETHER = 1_000  # texts that are encoded at once: what the library keeps of each token is much more than its number
+# Names of the token that ends a text.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the name of a token that is a byte, in tokenizers made by SentencePiece
+MOST = 2**31  # tokens are int32
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back.
+
+    Attributes:
+      vocab: tokens there are.
+      end: the token that ends a document of training data, or None.
+      special: tokens that are no text, such as the end of a turn.
+    """
+
+    vocab: int
+    end: int | None
+    special: frozenset[int]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_rendered(self, text: str) -> tuple[list[int], np.ndarray]:
+        """Of text that has its special tokens: (tokens, the characters [N, 2] that each covers). None is added."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]: ...
+
+
+class Bytes:
+    """Each byte of UTF-8 is a token; zero, which no text has, ends a text."""
+
+    vocab: int = 256
+    end: int | None = 0
+    special: frozenset[int] = frozenset({0})
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_rendered(self, text: str) -> tuple[list[int], np.ndarray]:
+        characters = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+        return self.encode(text), np.stack([characters, characters + 1], axis=1)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(
+            errors="replace"
+        )  # a model may have more than it was trained on
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(text, np.uint8) for text in texts]
+
+
+class HuggingFace:
+    """The tokenizer of a tokenizer.json; texts end with `end`, by default the first of `ENDS` in its vocabulary.
+
+    As in transformers, the truncation and the padding that were saved do not count, and the tokens that the
+    post-processor adds to a text, such as its first one, do. A BPE's dropout does not count: it would make other
+    tokens in each run.
+
+    Attributes:
+      source: the file's text, to be saved beside a model.
+
+    Raises:
+      ValueError: a file that cannot be read, is no tokenizer.json, or has no tokens.
+    """
+
+    def __init__(self, file: pathlib.Path, end: int | None = None):
+        import tokenizers  # only where there is one
+
+        try:
+            self.source = file.read_bytes().decode()
+            self.tokenizer = tokenizers.Tokenizer.from_str(self.source.removeprefix("\ufeff"))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{file} is no tokenizer.json: {error}") from error
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        if isinstance(self.tokenizer.model, tokenizers.models.BPE):
+            self.tokenizer.model.dropout = None
+        tokens = self.tokenizer.get_vocab().values()
+        if not tokens or max(tokens) >= MOST:
+            raise ValueError(
+                f"{file} has {len(tokens):,} tokens up to {max(tokens, default=0):,}; it needs one to {MOST:,}."
+            )
+        self.vocab = 1 + max(tokens)
+        decoder = self.tokenizer.decoder
+        self._joins_bytes = decoder is not None and decoder.decode(["<0x61>"]) == "a"
+        known = (self.tokenizer.token_to_id(name) for name in ENDS)
+        self.end: int | None = next((token for token in known if token is not None), None) if end is None else end
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special = frozenset(number for number, token in added.items() if token.special)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).ids
+
+    def encode_rendered(self, text: str) -> tuple[list[int], np.ndarray]:
+        encoded = self.tokenizer.encode(text, add_special_tokens=False)
+        covers = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+        # Some tokenizers leave out white space: it belongs to the token after it.
+        before = np.maximum.accumulate(np.concatenate([[0], covers[:-1, 1]]))
+        return encoded.ids, np.stack([np.minimum(covers[:, 0], before), covers[:, 1]], axis=1)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Without special tokens. A byte that is no part of a character is U+FFFD.
+
+        The library gives U+FFFD for a whole run of byte tokens with such a byte. Here its characters are kept, as
+        SentencePiece keeps them, so what is decoded does not change with what follows.
+        """
+        if not self._joins_bytes:
+            return self.tokenizer.decode(list(tokens))
+        names = [self.tokenizer.id_to_token(token) for token in tokens if token not in self.special]
+        return self.tokenizer.decoder.decode(_characters([name for name in names if name is not None]))
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """
+        Raises:
+          ValueError: a text that is not UTF-8.
+        """
+        found = []
+        for some in (texts[at : at + TOGETHER] for at in range(0, len(texts), TOGETHER)):
+            found += [
+                np.array(encoded.ids, np.int64)
+                for encoded in self.tokenizer.encode_batch_fast([_decode(text) for text in some])
+            ]
+        return found
+
+
+def _characters(names: Sequence[str]) -> list[str]:
+    """The names of tokens, those of bytes that are no part of a character replaced by U+FFFD."""
+    found = list[str]()
+    for is_byte, run in itertools.groupby(names, lambda name: BYTE.fullmatch(name) is not None):
+        if not is_byte:
+            found += run
+            continue
+        for character in bytes(int(name[3:5], 16) for name in run).decode(errors="surrogateescape"):
+            is_part = "\udc80" <= character <= "\udcff"
+            found += ["\ufffd"] if is_part else [f"<0x{byte:02X}>" for byte in character.encode()]
+    return found
+
+
+def _decode(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"the document that begins with {text[:60]!r} is not UTF-8, and --tokenizer needs text: {error}."
+        ) from error
+
+
+def tokenizer_of(folder: pathlib.Path, vocab: int) -> Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+      ValueError: no tokenizer.json, and fewer tokens than bytes.
+    """
+    file = folder / "tokenizer.json"
+    if file.exists():
+        return HuggingFace(file, end_token(folder))
+    if vocab < 256:
+        raise ValueError(f"{folder} has no tokenizer.json, and with {vocab} tokens the model knows no bytes.")
+    return Bytes()
+
+
+def end_tokens(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end what a checkpoint writes: of generation_config.json, else of config.json or the tokenizer.
+
+    None for bytes: few models of bytes have learned to end.
+
+    Raises:
+      ValueError: a file that is no JSON object, or no tokens.
+    """
+    if isinstance(tokenizer, Bytes):
+        return ()
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        given = read_json(file).get("eos_token_id") if file.exists() else None
+        found = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < MOST for token in found):
+            raise ValueError(f"{file}: eos_token_id is {given!r}; it must be a token's number, or a list of them.")
+        if found:
+            return tuple(found)
+    return () if tokenizer.end is None else (tokenizer.end,)

@@ -1,0 +1,1 @@
+"""Several devices and processes: meshes, tensor parallelism, the start of processes."""

@@ -1,0 +1,317 @@
+"""config.json of Hugging Face's transformers, to and from `models.decoder.DecoderConfig`."""
+
+import dataclasses
+import json
+import pathlib
+import typing
+from collections.abc import Collection
+from typing import Any
+
+import pydantic
+
+from models.decoder import DecoderConfig, RopeScaling
+from models.hf import keys as hf_keys
+from models.hf.keys import Keys
+from models.hf.quantized import check_quantization
+from models.hf.rope import Rope
+from models.hf.unread import MEANINGLESS, MEANINGLESS_OF_ROPE, READ_FOR_ALL, says_nothing
+
+NAME = "config.json"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers reads any of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """
+    Attributes:
+      model_type: its name in config.json.
+      keys: what is read.
+      experts: the key of their number.
+    """
+
+    model_type: str
+    keys: type[Keys]
+    experts: str = "num_experts"
+
+
+MODELS = {
+    "LlamaForCausalLM": Architecture("llama", hf_keys.Llama),
+    "MistralForCausalLM": Architecture("mistral", hf_keys.Mistral),
+    "Qwen2ForCausalLM": Architecture("qwen2", hf_keys.Qwen2),
+    "Qwen3ForCausalLM": Architecture("qwen3", hf_keys.Qwen3),
+    "MixtralForCausalLM": Architecture("mixtral", hf_keys.Mixtral, "num_local_experts"),
+    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", hf_keys.Qwen3Moe),
+    "Qwen2MoeForCausalLM": Architecture("qwen2_moe", hf_keys.Qwen2Moe),
+    "OlmoeForCausalLM": Architecture("olmoe", hf_keys.Olmoe),
+    "GptOssForCausalLM": Architecture("gpt_oss", hf_keys.GptOss, "num_local_experts"),
+    "DeepseekV3ForCausalLM": Architecture("deepseek_v3", hf_keys.DeepseekV3, "n_routed_experts"),
+}
+# Settings of a `DecoderConfig` that no checkpoint has.
+OF_A_RUN = (
+    "dtype",
+    "recipe",
+    "fp8_experts",
+    "attention",
+    "max_documents",
+    "backend",
+    "policy",
+    "unroll",
+    "sums",
+    "stored_fp8",
+)
+
+
+def fitting(config: DecoderConfig) -> str | None:
+    """The architecture that a model of this configuration is saved as; None if none fits."""
+    return next((name for name in MODELS if not _differing(name, config, keys_of(name, config))), None)
+
+
+def _number(text: str) -> int | float:
+    """A JSON number with a point or an exponent: 1024.0 is 1024."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+    """Numbers that are whole are int, however they are written.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is no JSON object.
+    """
+    try:
+        found = json.loads(file.read_bytes(), parse_float=_number)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__}; it must be a JSON object.")
+    return found
+
+
+def _architecture(given: dict[str, Any]) -> str:
+    """By "architectures", or "model_type" if that is missing; both must agree."""
+    named, model_type = given.get("architectures"), given.get("model_type")
+    if named is None:
+        named = [name for name, kind in MODELS.items() if kind.model_type == model_type]
+    known = f"these are known: {', '.join(MODELS)}"
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in MODELS:
+        raise ValueError(
+            f"architectures is {given.get('architectures')!r} and model_type {model_type!r}; one must be named, and "
+            f"{known}"
+        )
+    if model_type not in (None, MODELS[named[0]].model_type):
+        raise ValueError(f"architectures is {named!r}, and model_type is {model_type!r}, which is another one")
+    return named[0]
+
+
+def _flat(given: dict[str, Any]) -> dict[str, Any]:
+    """With the keys of the rotary positions that `Rope` does not have beside the others, as rope_scaling.KEY."""
+    found = dict(given)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(given.get(name), dict):
+            inner = {key: value for key, value in given[name].items() if value is not None}
+            found[name] = {key: inner.pop(key) for key in list(inner) if key in (*Rope.model_fields, "type")} or None
+            found |= {f"{name}.{key}": value for key, value in inner.items() if key not in MEANINGLESS_OF_ROPE}
+    return found
+
+
+def _check_unread(architecture: str, given: dict[str, Any], unread: list[str], ignored: Collection[str] | None) -> None:
+    """
+    Raises:
+      ValueError: unread keys that are not ignored, or an ignored key that is not there or counts.
+    """
+    fields = MODELS[architecture].keys.model_fields
+    counts = {*fields, *READ_FOR_ALL, *(EXPERTS if "num_experts" in fields else ())}
+    if wrong := [key for key in ignored or () if key not in given or key in counts]:
+        raise ValueError(
+            f"ignore_config has {', '.join(wrong)}: no key of this file, or one that a {architecture} is computed by. "
+            "Leave it out"
+        )
+    may = [key for key in unread if key not in counts]
+    if refused := [key for key in unread if key not in (may if ignored is None else ignored)]:
+        hint = "".join(f" --ignore-config {key}" for key in may if key in refused)
+        raise ValueError(
+            f"{', '.join(f'{key} = {json.dumps(given[key])}' for key in refused)}: the decoder does not have this "
+            f"checkpoint's {', '.join(refused)}: no {architecture} known here has it"
+            + (f". If it changes nothing that is computed, pass{hint} (in Python ignore_config=[...])" if hint else "")
+        )
+
+
+def _settings(architecture: str, given: dict[str, Any], ignored: Collection[str] | None = ()) -> dict[str, Any]:
+    """What `given`, the keys of a config.json, say of a `DecoderConfig`.
+
+    Args:
+      ignored: as `ignore_config` of `read_config`.
+
+    Raises:
+      ValueError: unknown or contradicting keys, values that are invalid, or features that the decoder does not have.
+    """
+    kind = MODELS[architecture].keys
+    null_counts = [key for key, of in kind.model_fields.items() if type(None) in typing.get_args(of.annotation)]
+    given = _flat(given)
+    read = {key: value for key, value in given.items() if value is not None or key in null_counts}
+    found = {key: read.pop(key) for key in EXPERTS if key in read and "num_experts" in kind.model_fields}
+    if len({json.dumps(value) for value in found.values()}) > 1:
+        raise ValueError(f"{' and '.join(f'{key} is {value}' for key, value in found.items())}; they mean the same")
+    known = {key: read.pop(key) for key in list(read) if key in kind.model_fields}
+    keys = kind.model_validate(known | ({"num_experts": next(iter(found.values()))} if found else {}))
+    harmless = {key for key in read if key in MEANINGLESS or says_nothing(key, given)}
+    if read.get("layer_types") == keys.layer_kinds():
+        harmless.add("layer_types")
+    _check_unread(architecture, given, [key for key in read if key not in harmless], ignored)
+    if missing := [name for name, lacks in keys.foreign().items() if lacks]:
+        raise ValueError(f"the decoder does not have this checkpoint's {', '.join(missing)}")
+    check_quantization(architecture, keys.quantization_config)
+    return keys.sizes()
+
+
+def read_config(
+    folder: str | pathlib.Path, *, ignore_config: Collection[str] | None = (), **options: Any
+) -> tuple[str, DecoderConfig]:
+    """(architecture, configuration) of a checkpoint's config.json; missing keys have transformers' defaults.
+
+    Args:
+      ignore_config: keys of config.json to go on without, such as "a_key" or "rope_scaling.a_key". Not those that a
+        model is computed by. None for all that are unknown.
+      options: settings that a checkpoint does not have, such as dtype or backend.
+
+    Raises:
+      FileNotFoundError: no config.json.
+      ValueError: an architecture that is not in `MODELS`, an unsupported feature, an unknown key, or an invalid value;
+        named with the file.
+    """
+    file = pathlib.Path(folder) / NAME
+    if not file.exists():
+        raise FileNotFoundError(f"{file} does not exist: name a checkpoint's folder, of a run its checkpoint-hf.")
+    given = read_json(file)
+    try:
+        architecture = _architecture(given)
+        return architecture, DecoderConfig(**_settings(architecture, given, ignore_config), **options)
+    except pydantic.ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r}: {wrong['msg']}" for wrong in error.errors()
+        )
+        raise ValueError(f"{file}: {problems}.") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: {str(error).rstrip('.')}.") from error
+
+
+def _rope_keys(config: DecoderConfig, rope: RopeScaling | None) -> dict[str, Any]:
+    theta = {"rope_theta": config.rope_base}
+    if rope is None:
+        return {"rope_type": "default"} | theta
+    found = {"rope_type": rope.kind, "factor": rope.factor} | theta
+    if rope.kind in ("llama3", "yarn"):
+        found |= {"original_max_position_embeddings": rope.original_length}
+    if rope.kind == "llama3":
+        found |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
+    if rope.kind == "yarn":
+        found |= {"beta_fast": rope.fast, "beta_slow": rope.slow, "attention_factor": rope.magnitude}
+        found |= {"truncate": rope.whole}
+    if rope.sharpness:
+        found |= {"mscale_all_dim": rope.sharpness}
+    return found
+
+
+def keys_of(architecture: str, config: DecoderConfig) -> dict[str, Any]:
+    """The keys of an architecture's config.json, as this configuration has them."""
+    c, kind = config, MODELS[architecture]
+    layers = range(c.layers)
+    slides = set() if c.window is None else set(layers if c.sliding is None else c.sliding)
+    hidden = {"intermediate_size": c.hidden}
+    if "moe_intermediate_size" in kind.keys.model_fields:
+        hidden = {"intermediate_size": c.dense_hidden or c.hidden, "moe_intermediate_size": c.hidden}
+    found = {
+        "vocab_size": c.vocab,
+        "hidden_size": c.width,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        **hidden,
+        "rms_norm_eps": c.norm_epsilon,
+        "rope_theta": c.rope_base,
+        "rope_parameters": _rope_keys(c, c.rope_scaling),
+        "tie_word_embeddings": c.tie_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": c.out_bias,
+        "qkv_bias": c.qkv_bias,
+        "mlp_bias": c.mlp_bias,
+        "clip_qkv": c.qkv_clip,
+        "sliding_window": c.window,
+        "use_sliding_window": c.window is not None,
+        "max_window_layers": 0,
+        "layer_types": ["sliding_attention" if layer in slides else "full_attention" for layer in layers],
+        "num_experts": c.experts,
+        "num_experts_per_tok": c.top_k,
+        "norm_topk_prob": c.normalize,
+        "mlp_only_layers": list(c.dense_layers),
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": c.shared_hidden,
+        "swiglu_limit": c.clamp,
+        "n_shared_experts": c.shared_hidden // c.hidden,
+        "n_group": c.expert_groups,
+        "topk_group": c.top_expert_groups,
+        "routed_scaling_factor": c.weight_scale,
+        "first_k_dense_replace": len(c.dense_layers),
+        "rope_interleave": c.rope_pairs,
+    }
+    if c.rope_scaling is not None and c.rope_scaling.kind in ("linear", "dynamic"):
+        found |= {"max_position_embeddings": c.rope_scaling.original_length}
+    if c.latent is not None:
+        found |= {
+            "head_dim": c.rotary,
+            "qk_rope_head_dim": c.rotary,
+            "qk_nope_head_dim": c.head_dim - c.rotary,
+            "v_head_dim": c.latent.value_dim,
+            "kv_lora_rank": c.latent.rank,
+            "q_lora_rank": c.latent.query_rank,
+        }
+    return {key: value for key, value in found.items() if key in kind.keys.model_fields}
+
+
+def _differing(architecture: str, config: DecoderConfig, keys: dict[str, Any]) -> list[str]:
+    """Settings that a config.json of these keys would not give back."""
+    try:
+        settings = _settings(architecture, keys)
+    except ValueError as error:  # pydantic's, too
+        return [str(error).splitlines()[0]]
+    again = dataclasses.replace(DecoderConfig(**settings), **{name: getattr(config, name) for name in OF_A_RUN})
+    names = [field.name for field in dataclasses.fields(config)]
+    return [name for name in names if getattr(again, name) != getattr(config, name)]
+
+
+def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig, end: int | None) -> None:
+    """
+    Args:
+      end: the token that ends a text, or None.
+
+    Raises:
+      ValueError: a model that the architecture's config.json cannot describe.
+    """
+    kind, keys = MODELS[architecture], keys_of(architecture, config)
+    if differing := _differing(architecture, config, keys):
+        raise ValueError(f"this model is no {architecture}: they differ in {', '.join(differing)}.")
+    named = {kind.experts if key == "num_experts" else key: value for key, value in keys.items()}
+    found = {"architectures": [architecture], "model_type": kind.model_type, **named}
+    if "sliding_window" not in found:
+        found |= {"sliding_window": None}
+    if end is not None:
+        found |= {"eos_token_id": end}
+    (folder / NAME).write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+
+
+def end_token(folder: pathlib.Path) -> int | None:
+    """The first token that ends a text, as config.json says, else generation_config.json.
+
+    Raises:
+      ValueError: no JSON object, or no token.
+    """
+    for file in (folder / NAME, folder / "generation_config.json"):
+        given = read_json(file).get("eos_token_id") if file.name == NAME or file.exists() else None
+        for token in given if isinstance(given, list) else [given]:
+            if token is not None and (not isinstance(token, int) or isinstance(token, bool) or token < 0):
+                raise ValueError(f"{file}: eos_token_id is {given!r}; it must be a token's number, or a list of them.")
+            if token is not None:
+                return token
+    return None

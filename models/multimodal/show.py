@@ -1,0 +1,90 @@
+"""The end of `python -m models.train mm`: drawings for prompts, captions of held-out images, how right they are."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from models.data.digits_in_words import captions_of, digit_in
+from models.data.pairs import PairData
+from models.multimodal.model import Multimodal
+from models.multimodal.sampling import caption, draw
+from models.training.loop import Run
+from models.training.presets import MultimodalPreset
+from models.training.report import draw_captioned
+
+SHOWN, MEASURED = 30, 200
+
+
+def show(preset: MultimodalPreset, model: Multimodal, data: PairData, material: Any, run: Run) -> None:
+    """Writes OUT/samples.png. Of digits, prints how many of 200 drawings and captions are right.
+
+    Args:
+      material: a `models.training.mm.Material`.
+    """
+    draw_key, caption_key = jax.random.split(jax.random.key(preset.seed))
+    tokenizer, count = material.tokenizer, SHOWN if data.labels is None else MEASURED
+    images = data.heldout.pixels[:count]
+    prompts = [captions[0] for captions in data.heldout.captions[:count]] if data.labels is None else prompts_of(count)
+    sizes = [image.shape[:2] for image in images] if data.labels is None else count * [images[0].shape[:2]]
+    drawn = draw(
+        model,
+        [np.array(tokenizer.encode(prompt), np.int32) for prompt in prompts],
+        sizes,
+        material.tokens,
+        material.room,
+        draw_key,
+        steps=preset.sample_steps,
+        guidance=preset.guidance,
+    )
+    longest = max(len(tokens) for _, captions in material.train for tokens in captions)
+    written = [
+        tokenizer.decode(tokens)
+        for tokens in caption(
+            model,
+            images,
+            material.tokens,
+            material.room,
+            caption_key,
+            length=longest + 1,
+            temperature=preset.temperature,
+        )
+    ]
+    if data.labels is not None:
+        read = reader(data.train.pixels, data.labels[0])
+        asked = [digit_in(prompt) for prompt in prompts]
+        run.say(
+            f"{right(read(drawn), asked)} drawings show their prompt's digit, as a support vector machine reads it,"
+        )
+        real = right(read(data.heldout.pixels), data.labels[1].tolist())
+        run.say(f"which reads {real} held-out digits right")
+        named = [digit_in(text) for text in written]
+        run.say(f"{right(named, data.labels[1][:count].tolist())} captions name the digit of a held-out image")
+    some = np.linspace(0, len(prompts) - 1, min(SHOWN, len(prompts))).astype(int)
+    draw_captioned(
+        [
+            ("drawn for these prompts", [drawn[i] for i in some], [prompts[i] for i in some]),
+            ("held-out images, and the captions written for them", images[:SHOWN], written[:SHOWN]),
+        ],
+        run.out / "samples.png",
+    )
+
+
+def prompts_of(count: int) -> list[str]:
+    """Captions of the digits in turn, in all ways."""
+    return [captions_of(i % 10)[i // 10 % len(captions_of(i % 10))] for i in range(count)]
+
+
+def reader(images: Sequence[np.ndarray], digits: np.ndarray) -> Callable[[Sequence[np.ndarray]], list[int]]:
+    """A support vector machine, trained on these, that reads digits."""
+    from sklearn.svm import SVC
+
+    flat = lambda images: np.stack([image.ravel() for image in images]) / 255
+    machine = SVC(C=10.0, gamma=0.25).fit(flat(images), digits)  # pyright: ignore[reportArgumentType]
+    return lambda images: machine.predict(flat(images)).tolist()
+
+
+def right(got: Sequence[int | None], wanted: Sequence[int | None]) -> str:
+    count = sum(one == other for one, other in zip(got, wanted, strict=True))
+    return f"{count} of {len(wanted)} ({count / len(wanted):.1%})"

@@ -1,0 +1,1 @@
+"""The training commands, and the loop, settings, presets, checkpoints and reports of their runs."""

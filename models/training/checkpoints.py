@@ -1,0 +1,339 @@
+"""Checkpoints of a training run: written in the background, atomic, verified when read, for any number of devices."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import typer
+from etils import epath
+from jax.experimental import multihost_utils
+
+from models.distributed.mesh import name_of
+from models.distributed.processes import exchanged, is_first
+from models.training.ending import quiet_writers
+
+State = TypeVar("State")
+NAMED_DIFFERENCES = 3
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that are being written, or removed
+# What we add to a checkpoint's metadata. OWN is the checksum of the others.
+CHECKSUMS, HELDOUT, OWN = "checksums", "heldout", "crc32"
+# Orbax takes other characters of a path as a pattern, and TensorStore a backslash as a slash.
+PLAIN = re.compile(r"[\w./-]+", re.ASCII)
+DESCRIPTORS = Path("/proc/self/fd")
+
+
+class Checkpoints:
+    """The checkpoints of one run, each a folder named by its step. A context manager: its end waits for the last write.
+
+    A checkpoint is the whole training state: a resumed run computes the same bits. `save` copies it from the devices,
+    and threads write it while training goes on. It gets its name when it is complete on disk: a killed process leaves
+    the earlier checkpoints intact, and the next process removes the partial one. With several processes all of them
+    call every method, and share the folder. Each array's checksum is stored and verified when read.
+
+    Args:
+      folder: of any name; created if missing.
+      keep: how many of the newest are kept.
+      keep_best: whether the one with the lowest held-out loss is kept too, of those saved with a loss.
+
+    Raises:
+      typer.BadParameter: the folder cannot be created or read.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = False):
+        self.folder, self._keep, self._keep_best = folder.resolve(), keep, keep_best
+        self._newest: int | None = None
+        self._handler = ocp.StandardCheckpointHandler()
+        self._being_written: tuple[str, dict[str, str]] = ("", {})
+        look = lambda: self._look(f"{self._being_written[0]}{UNFINISHED}")
+        self._writer = ocp.AsyncCheckpointer(
+            self._handler, async_options=ocp.options.AsyncOptions(post_finalization_callback=look)
+        )
+        self._path = epath.Path(self.folder)  # for the libraries
+        with self._must_hold():
+            if is_first():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for unfinished in self.folder.glob(f"*{UNFINISHED}*"):
+                    shutil.rmtree(unfinished)
+        with self._must_hold():
+            self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        by_number = DESCRIPTORS / str(self._descriptor)
+        if not PLAIN.fullmatch(str(self.folder)) and by_number.exists():
+            self._path = epath.Path(by_number)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        try:
+            self._writer.close()
+            self._remove_others()
+        finally:
+            os.close(self._descriptor)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return saved_steps(self.folder)
+
+    def start(self, state: State, say: Callable[[str], None] = lambda _: None) -> tuple[State, int]:
+        """(state to train from, steps done): the newest intact checkpoint, or `state` and 0 if there is none.
+
+        Newer, damaged checkpoints are renamed to STEP.damaged after an intact one has been read. In a folder without
+        checkpoints one is written and removed, so that a folder that cannot hold any is an error before the training.
+
+        Args:
+          state: a new run's pytree of arrays. The result has its shapes, dtypes and shardings.
+          say: called with a line for each damaged checkpoint.
+
+        Raises:
+          typer.BadParameter: a checkpoint of another model, all checkpoints are damaged, or none can be written.
+        """
+        wanted = _by_name(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state))
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps):
+            with quiet_writers():
+                found, wrong = self._read(step, wanted)
+            if found is not None:
+                self._set_aside(damaged, say)
+                self._newest = step
+                return jax.tree.unflatten(jax.tree.structure(state), [found[name] for name in wanted]), step
+            damaged[step] = wrong
+        if not damaged:
+            self._try()
+            return state, 0
+        problems = "; ".join(f"{self.folder / str(step)}: {wrong}" for step, wrong in damaged.items())
+        raise typer.BadParameter(
+            f"all checkpoints are damaged. {problems}. Take another folder with --out, or remove them to begin again.",
+            param_hint="--resume",
+        )
+
+    def save(self, state: Any, done: int, *, heldout: float | None = None) -> None:
+        """Starts writing the state after `done` steps, unless it is saved already; `state` may be donated afterwards.
+
+        Waits for the devices, and for the previous write. A failed write raises in the next `save`, or at the end.
+
+        Args:
+          heldout: the held-out loss of this state, if it was evaluated.
+        """
+        if done == self._newest:
+            return
+        arrays = _by_name(state)
+        with jax.transfer_guard("allow"):
+            metadata: dict[str, Any] = {CHECKSUMS: checksums(arrays)}
+            if heldout is not None and math.isfinite(heldout):
+                metadata[HELDOUT] = heldout
+            self._writer.wait_until_finished()
+            self._remove_others()
+            self._write(str(done), arrays, metadata)
+        self._newest = done
+
+    def wait(self) -> None:
+        """Waits for the write that `save` started."""
+        self._writer.wait_until_finished()
+
+    def check(self) -> None:
+        """Raises the error of a failed write."""
+        self._writer.check_for_errors()
+
+    def _write(self, name: str, arrays: dict[str, Any], metadata: dict[str, Any]) -> None:
+        self._being_written = name, {key: _describe(array) for key, array in arrays.items()}
+        metadata[OWN] = _crc(metadata)
+        self._writer.save(self._path / name, args=ocp.args.StandardSave(arrays), custom_metadata=metadata)
+
+    def _look(self, name: str) -> None:
+        """Reads which arrays are written. The first process calls it before a checkpoint gets its name.
+
+        Not its own metadata: Orbax may still be writing that file.
+
+        Raises:
+          OSError: they are not what was saved.
+        """
+        try:
+            found = self._stored(name)
+        except Exception as error:  # of any type, as in _read
+            raise OSError(f"{self.folder / name} was written and cannot be read: {_first_line(error)}") from error
+        if found != self._being_written[1]:
+            raise OSError(f"{self.folder / name} was written, and its arrays are not found there")
+
+    def _try(self) -> None:
+        name = f"trial{UNFINISHED}"
+        try:
+            with self._must_hold(), quiet_writers():
+                self._write(name, {"trial": np.zeros(1)}, {})
+                self._writer.wait_until_finished()
+                if is_first():
+                    self._look(name)
+        finally:
+            for left in self.folder.glob(f"{name}*") if is_first() else ():
+                shutil.rmtree(left, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _must_hold(self) -> Iterator[None]:
+        """An error inside, in any process, is in all of them that the folder cannot hold checkpoints."""
+        wrong, cause = "", None
+        try:
+            yield
+        except Exception as error:  # of any type, as in _read
+            wrong, cause = _first_line(error).replace(str(self._path), str(self.folder)), error
+        if wrong := exchanged(wrong):
+            raise typer.BadParameter(
+                f"{self.folder} cannot hold checkpoints: {wrong}. Take another folder with --out.", param_hint="--out"
+            ) from cause
+
+    def _stored(self, name: str) -> dict[str, str]:
+        return {key: _describe(array) for key, array in self._handler.metadata(self._path / name).tree.items()}
+
+    def _remove_others(self) -> None:
+        """Renames each checkpoint before removing it, so that no partial folder looks complete."""
+        if not is_first():
+            return
+        stay = set(self.steps[-self._keep :])
+        if self._keep_best:
+            losses = {step: loss for step in self.steps if (loss := self._heldout(step)) is not None}
+            stay |= {min(losses, key=losses.__getitem__)} if losses else set()
+        for step in set(self.steps) - stay:
+            shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}{UNFINISHED}"))
+
+    def _metadata(self, name: str) -> dict[str, Any]:
+        found = json.loads((self.folder / name / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"]
+        if found.pop(OWN) != _crc(found):
+            raise ValueError("its own checksum is not what was saved")
+        return found
+
+    def _heldout(self, step: int) -> float | None:
+        try:
+            return self._metadata(str(step)).get(HELDOUT)
+        except (OSError, ValueError, LookupError, AttributeError, TypeError):
+            return None
+
+    def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> tuple[dict[str, jax.Array] | None, str]:
+        """(arrays, "") or (None, the error), the same in all processes."""
+        found, wrong, sums, stored = None, "", {}, {}
+        try:
+            metadata = self._metadata(str(step))
+            sums = metadata[CHECKSUMS]
+            stored = self._stored(str(step))
+        except Exception as error:  # of any type: Orbax, TensorStore and JSON have their own
+            wrong = f"its metadata cannot be read: {_first_line(error)}"
+        wrong = exchanged(wrong) or self._compare(step, sums, stored, wanted)
+        if not wrong:
+            try:  # the handler alone: a checkpointer would wait here for a process that cannot read its part
+                found = self._handler.restore(self._path / str(step), args=ocp.args.StandardRestore(wanted))
+            except Exception as error:
+                wrong = f"its arrays cannot be read: {_first_line(error)}"
+            wrong = exchanged(wrong)
+        if found is not None and not wrong:
+            read = checksums(found)
+            if differing := [name for name in read if read[name] != sums[name]]:
+                wrong = f"the checksum of {_some(differing)} is not what was saved"
+        return (None, wrong) if wrong else (found, "")
+
+    def _compare(
+        self, step: int, sums: dict[str, int], stored: dict[str, str], wanted: dict[str, jax.ShapeDtypeStruct]
+    ) -> str:
+        """The error in the metadata, or "".
+
+        Raises:
+          typer.BadParameter: the metadata are intact, and another model's.
+        """
+        if sums.keys() != stored.keys():
+            return f"its arrays and checksums are not of the same names: {_some(sorted(sums.keys() ^ stored.keys()))}"
+        ours = {name: _describe(array) for name, array in wanted.items()}
+        if differing := [name for name in {**ours, **stored} if ours.get(name) != stored.get(name)]:
+            problems = [
+                f"{name} is {stored.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
+                for name in differing
+            ]
+            raise typer.BadParameter(
+                f"step {step} in {self.folder} is of another model or optimizer: {_some(problems, '; ')}. "
+                "Resume with the configuration that it was trained with, or take another folder.",
+                param_hint="--resume",
+            )
+        return ""
+
+    def _set_aside(self, damaged: dict[int, str], say: Callable[[str], None]) -> None:
+        for step, wrong in damaged.items():
+            folder = self.folder / str(step)
+            aside = folder.with_name(f"{step}.damaged")
+            say(f"{folder} is damaged: {wrong}. It is now {aside.name}, and the checkpoint before it is taken.")
+            if is_first():
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+        if damaged:
+            multihost_utils.sync_global_devices("damaged checkpoints are renamed")
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, ascending."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+
+
+def checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
+    """32 bits of each array: the sum over its words of a hash of word and index, for any sharding.
+
+    The hash is MurmurHash3's finalizer, a bijection of 32 bits: one changed element always changes the sum.
+    Dtype and shape change it, too.
+    """
+    # One array after another: compiled once a shape. Collectives of two programs at a time abort XLA's host devices.
+    types = {name: zlib.crc32(_describe(array).encode()) for name, array in arrays.items()}
+    return {name: int(_checksum(array)) ^ types[name] for name, array in arrays.items()}
+
+
+@jax.jit
+def _checksum(array: jax.Array) -> jax.Array:
+    bits = min(8 * array.dtype.itemsize, 32)
+    words = jax.lax.bitcast_convert_type(array, f"uint{bits}").astype(jnp.uint32)
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for axis, size in enumerate(words.shape):
+        place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+    x = words + place * jnp.uint32(0x9E3779B1)
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return _sum(x ^ (x >> 16))
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    """Sum modulo 2**32, in any order. XLA on CPUs does not vectorize integer sums, so two halves are added first."""
+    if jax.default_backend() == "cpu":
+        x = x.reshape(-1)
+        half = x.size // 2
+        return jnp.sum(x[:half] + x[half : 2 * half], dtype=jnp.uint32) + jnp.sum(x[2 * half :], dtype=jnp.uint32)
+    return jnp.sum(x, dtype=jnp.uint32)
+
+
+def _crc(metadata: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(metadata, sort_keys=True).encode())
+
+
+def _first_line(error: BaseException) -> str:
+    """Of the innermost cause: the outer exceptions repeat it."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200].rstrip(
+        "."
+    )
+
+
+def _some(names: list[str], between: str = ", ") -> str:
+    more = len(names) - NAMED_DIFFERENCES
+    return between.join(names[:NAMED_DIFFERENCES]) + (f", and {more} more" if more > 0 else "")
+
+
+def _by_name(state: Any) -> dict[str, Any]:
+    """The leaves by path, so that no Python class is named on disk."""
+    return {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+
+
+def _describe(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}"

@@ -1,0 +1,262 @@
+"""Trains a diffusion transformer on packed images of unequal sizes and draws new ones: `python -m models.train dit`."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import numpy as np
+import typer
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxops.nn import AmaxHistory
+from models.data.images import (
+    DATA_SETS,
+    Batch,
+    DataSet,
+    Images,
+    every_image_once,
+    files_read,
+    image_batches,
+    pack,
+    read_data,
+    stack,
+    unpatchify,
+)
+from models.distributed.mesh import (
+    TENSOR,
+    by_device,
+    create_sharded,
+    micro_batches,
+    of_own_batch,
+    over,
+    parts_of,
+    replicate,
+)
+from models.distributed.processes import is_first
+from models.distributed.tensor_parallel import check_rows
+from models.dit.model import DiT, DiTConfig, generate, loss_fn
+from models.layers import options_for, remark
+from models.precision import PRECISIONS, Precision, for_this_machine
+from models.training import config, frozen, launch, loop
+from models.training.config import Options, check_option
+from models.training.loop import Measured, Run, Training, TrainState
+from models.training.presets import DIT_PRESETS, DiTPreset
+from models.training.report import History, draw_grid, plot_report
+from models.training.schedule import with_steps
+
+UNIT = "squared error of the velocity"
+DRAWN = 10  # classes, at most
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DitOptions(Options):
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{', '.join(DATA_SETS)}, or a folder of images, with a sub-folder for each class. Default: digits."
+        ),
+    ] = None
+
+
+def with_precision(preset: DiTPreset, precision: Precision) -> DiTPreset:
+    return dataclasses.replace(preset, dtype=precision.dtype, recipe=precision.recipe)
+
+
+def choose(options: DitOptions) -> DiTPreset:
+    """The preset, this machine's precision, and the options, each over the one before.
+
+    Raises:
+      ValueError: an unknown or impossible setting; see `models.training.config`.
+    """
+    check_option("preset", options.preset, DIT_PRESETS)
+    given = config.given_by(options, {"data": options.data}, nested=False)
+    precision = Precision(given.get("dtype", PRECISIONS[for_this_machine()].dtype))
+    chosen = config.resolve(with_precision(DIT_PRESETS[options.preset], precision), given)
+    return chosen if "warmup_steps" in given else with_steps(chosen, None)
+
+
+def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiTConfig:
+    """The preset's model for a data set.
+
+    Raises:
+      ValueError: a micro-batch cannot hold the largest image, or cannot be split evenly over the mesh; an axis `tensor`
+        that does not divide the heads.
+    """
+    parts = micro_batches(preset.accumulate, mesh)
+    if preset.tokens % parts or preset.images % parts:
+        raise ValueError(
+            f"tokens is {preset.tokens} and images {preset.images}; with {parts // preset.accumulate} devices and "
+            f"accumulate {preset.accumulate} "
+            f"both must be multiples of {parts}."
+        )
+    tensor = 1 if mesh is None else mesh.shape[TENSOR]
+    check_rows(preset.tokens // parts, tensor)
+    budget = preset.tokens // parts
+    if budget < data.longest:
+        raise ValueError(
+            f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or "
+            "longest."
+        )
+    sizes = sizes_of(
+        preset, token=data.patch**2 * data.channels, classes=len(data.classes), longest=data.longest, crowd=data.crowd
+    )
+    sizes.check_tensor(tensor)
+    return sizes
+
+
+def sizes_of(preset: DiTPreset, *, token: int, classes: int, longest: int, crowd: int | None) -> DiTConfig:
+    """The preset's model, for data of these sizes."""
+    named = {
+        name: getattr(preset, name)
+        for name in ("layers", "width", "heads", "dtype", "recipe", "attention", "backend", "policy", "unroll", "sums")
+    }
+    return DiTConfig(token=token, classes=classes, longest=longest, crowd=crowd, **named)
+
+
+def sharded_graphdef(sizes: DiTConfig, mesh: Mesh) -> nnx.GraphDef:
+    """Of the model as it is called over a mesh."""
+    return over(nnx.eval_shape(lambda: DiT(sizes, rngs=nnx.Rngs(0))), mesh)
+
+
+def init_state(sizes: DiTConfig, preset: DiTPreset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
+    model = nnx.jit(lambda: DiT(sizes, rngs=nnx.Rngs(seed)))()
+    graphdef, params, histories = nnx.split(model, nnx.Param, AmaxHistory)
+    return graphdef, loop.init_state(preset, params, histories)
+
+
+def objective(model: DiT, batch: Batch, key: jax.Array, label_dropout: float = 0.1) -> tuple[jax.Array, Measured]:
+    loss = loss_fn(model, batch, key, label_dropout)
+    return loss, Measured(loss)
+
+
+def make_step(
+    graphdef: nnx.GraphDef, preset: DiTPreset, mesh: Mesh | None = None
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
+    """One compiled program for all image sizes.
+
+    Batches are [accumulate, ...], over a mesh [accumulate, parts of the batch, ...].
+    """
+    return loop.make_step(graphdef, preset, of_own_batch(objective, mesh), mesh, options_for(preset.policy, mesh))
+
+
+def make_evaluate(
+    graphdef: nnx.GraphDef, mesh: Mesh | None = None
+) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
+    """Without label dropout."""
+    return loop.make_evaluate(graphdef, of_own_batch(functools.partial(objective, label_dropout=0.0), mesh), mesh)
+
+
+def make_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> Callable[[int], Batch]:
+    batches = image_batches(
+        data.train, data.patch, preset.tokens, preset.images, micro_batches(preset.accumulate, mesh), preset.seed
+    )
+    return lambda step: by_device(batches(step), mesh)
+
+
+def heldout_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None) -> Batch:
+    """All held-out images; the last devices may get empty batches."""
+    parts = micro_batches(preset.accumulate, mesh)
+    micro = (data.patch, preset.tokens // parts, preset.images // parts)
+    batches = [batch for _, batch in every_image_once(data.heldout, *micro)]
+    if mesh is not None:
+        batches += -len(batches) % parts_of(mesh) * [pack(data.heldout, [], *micro)]
+    return by_device(stack(batches), mesh)
+
+
+def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple[DiT, History]:
+    """Runs all steps and evaluations.
+
+    Returns:
+      The model with the averaged weights, whole on one device, in evaluation mode.
+    """
+    mesh = run.mesh
+    graphdef, state = create_sharded(lambda: init_state(sizes, preset, preset.seed), mesh)
+    key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
+    stepped = graphdef if mesh is None else sharded_graphdef(sizes, mesh)
+    training = Training(
+        preset,
+        make_step(stepped, preset, mesh),
+        loop.heldout_loss(make_evaluate(stepped, mesh), heldout_batches(preset, data, mesh), heldout_key, mesh),
+        make_batches(preset, data, mesh),
+        key,
+        UNIT,
+    )
+    return loop.train(training, graphdef, state, run)
+
+
+def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list[np.ndarray]]:
+    """New images, uint8 [height, width, channels].
+
+    A row for each of the data set's sample_sizes, a column for each class, or the first ones of many.
+    """
+    graphdef, state = nnx.split(model)
+    run = jax.jit(
+        lambda state, batch, key: generate(nnx.merge(graphdef, state), batch, key, preset.sample_steps, preset.guidance)
+    )
+    labels = range(min(len(data.classes), DRAWN))
+    wanted = Images(
+        [np.zeros((height, width, data.channels), np.uint8) for height, width in data.sample_sizes for _ in labels],
+        np.array([label for _ in data.sample_sizes for label in labels], np.int32),
+    )
+    keys = jax.random.split(jax.random.key(seed))
+    drawn = {}
+    for number, (chosen, batch) in enumerate(every_image_once(wanted, data.patch, preset.tokens, preset.images)):
+        tokens = np.asarray(run(state, batch, jax.random.fold_in(keys[0], number)))
+        for s, i in enumerate(chosen):
+            start, end = batch.sequence_offsets[s : s + 2]
+            drawn[i] = unpatchify(tokens[start:end], batch.grids[s], data.patch)
+    return [[drawn[len(labels) * row + label] for label in labels] for row in range(len(data.sample_sizes))]
+
+
+def run(options: DitOptions) -> None:
+    """Trains a diffusion transformer on images of unequal sizes, packed without padding, and draws new ones."""
+    begin = time.perf_counter()
+    launch.start_processes(options)
+    with config.errors_of_options():
+        preset = choose(options)
+        mesh = launch.choose_mesh(options, preset.backend)
+        images = read_data(preset.data, preset.seed, preset.patch, preset.longest, preset.background)
+        sizes = configure(preset, images, mesh)
+        frozen.check(nnx.state(nnx.eval_shape(lambda: DiT(sizes, rngs=nnx.Rngs(0))), nnx.Param), preset.freeze)
+        out = Path("runs", f"dit-{Path(preset.data).name}-{options.preset}")
+        run = launch.begin(options, preset, mesh, out, files_read(preset.data))
+    with launch.ended_in_one_line(run):
+        _train_and_report(options, preset, sizes, images, run, begin)
+
+
+def _train_and_report(
+    options: DitOptions, preset: DiTPreset, sizes: DiTConfig, images: DataSet, run: Run, begin: float
+) -> None:
+    console = run.console
+    console.print(
+        f"{len(images.train.pixels):,} images to train on, {len(images.heldout.pixels):,} held out, "
+        f"{len(images.classes)} classes"
+    )
+    if images.remark:
+        run.say(images.remark)
+    console.print(f"preset {options.preset}, {preset.dtype}, recipe {preset.recipe}, on {launch.devices(run.mesh)}")
+    console.print(remark(preset.policy), end="")
+
+    model, history = train(preset, sizes, images, run)
+    if not is_first():
+        return
+    plot_report(history, UNIT, run.out / "report.png")
+    draw_grid(sample(model, preset, images, preset.seed), images.classes[:DRAWN], run.out / "samples.png")
+
+    few = min(10, preset.steps)
+    first, last = np.mean(history.loss[:few]), np.mean(history.loss[-few:])
+    fill = np.mean([row["fill"] for row in history.rows])
+    console.print(
+        f"loss of the first and last {few} steps {first:.3f} -> {last:.3f} ({last / first:.0%}), held-out "
+        f"{history.last_heldout:.3f}"
+    )
+    console.print(f"{fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
+    run.say(f"{run.out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
+
+
+main = config.command(DitOptions, run)

@@ -1,0 +1,176 @@
+"""The start of a training command: its processes, its devices, and a folder to write to."""
+
+import contextlib
+import datetime
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import jax
+import typer
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from models.distributed import device_memory
+from models.distributed.mesh import make_mesh
+from models.distributed.processes import exchanged, initialize, is_first, make_console
+from models.hf.config import read_json
+from models.training import config, folders
+from models.training.config import Options
+from models.training.ending import in_one_line
+from models.training.finite import NotFinite
+from models.training.loop import Run
+from models.training.schedule import Schedule
+from models.training.whole_files import replace
+
+NAMED = 5  # files, in one error
+
+
+def start_processes(options: Options) -> None:
+    """Call it before anything asks JAX for its devices."""
+    device_memory.disable_partitioning()
+    named = (options.coordinator, options.processes, options.process_id)
+    if options.distributed or any(value is not None for value in named):
+        initialize(*named)
+
+
+def choose_mesh(options: Options, backend: str) -> Mesh | None:
+    """The mesh of the run.
+
+    Raises:
+      typer.BadParameter: several processes that would each train alone, interpreted kernels that cannot be sharded, or
+        as of `make_mesh`.
+    """
+    if options.mesh is not None:
+        if backend == "pallas" and jax.default_backend() != "gpu":
+            raise typer.BadParameter(
+                "over a mesh Pallas' kernels need GPUs: write xla, or leave --mesh out.", param_hint="--backend"
+            )
+        return make_mesh(options.mesh)
+    if jax.process_count() > 1:
+        raise typer.BadParameter(
+            f"{jax.process_count()} processes train together on a mesh: write data={jax.device_count()}, or another "
+            "one.",
+            param_hint="--mesh",
+        )
+    return None
+
+
+def devices(mesh: Mesh | None) -> str:
+    """The line about the devices."""
+    kind = jax.devices()[0].device_kind
+    return (
+        kind
+        if mesh is None
+        else f"{mesh.size} x {kind} ({', '.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)})"
+    )
+
+
+@contextlib.contextmanager
+def ended_in_one_line(run: Run) -> Iterator[None]:
+    """A signal, a full disk or a loss that is not finite ends the command, and the line names the kept checkpoint.
+
+    Inside, no other process begins to write to the run's folder.
+    """
+    with in_one_line(run.kept, run.say), folders.written_by_one(run.out):
+        try:
+            yield
+        except NotFinite as error:
+            run.say(
+                f"{error} The run ends without a model. The same settings compute the same steps again: for others, "
+                f"such as a lower learning_rate, take another folder with --out. {run.kept()}"
+            )
+            raise typer.Exit(1) from None
+
+
+def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, data: Mapping[str, Path]) -> Run:
+    """The run in its folder, with config.yaml written, and data.json if it writes checkpoints.
+
+    Args:
+      chosen: all settings of the run.
+      default: the folder without --out; further runs get -2, -3, ... at its end.
+      data: all training files by name.
+
+    Raises:
+      typer.BadParameter: --resume without --save-every.
+      ValueError: the folder holds another run, or the run to resume had other settings, or other data.
+    """
+    if options.resume and options.save_every is None:
+        raise typer.BadParameter(
+            "a run that is resumed writes checkpoints, too: add --save-every N.", param_hint="--resume"
+        )
+    sums = {} if options.save_every is None else {name: zlib.crc32(file.read_bytes()) for name, file in data.items()}
+    before = folders.to_resume(options.out, default) if options.resume else None
+    if before is not None:
+        config.check_unchanged(chosen, before / folders.CONFIG)
+        check_data(sums, before / folders.DATA)
+    multihost_utils.sync_global_devices("all processes have looked at the folder before one writes to it")
+
+    def claim() -> str:
+        out = before or folders.new(options.out, default, resumes=options.resume)
+        if options.save_every is not None:
+            replace(out / folders.DATA, json.dumps(sums, indent=0) + "\n")
+        config.write(chosen, out / folders.CONFIG)
+        return str(out)
+
+    out = Path(of_first(claim))
+    run = Run(out, make_console(), mesh, options.save_every, options.stop_within, options.profile, options.bad_steps)
+    if options.out is None:
+        run.say(f"writes to {out}/")
+    return run
+
+
+def begun(options: Options, default: Path) -> str:
+    """When the run to resume began, or this one, in ISO 8601.
+
+    Raises:
+      ValueError: the settings of the run to resume were edited.
+    """
+    before = folders.to_resume(options.out, default) if options.resume else None
+    given = None if before is None else config.read_own(before / folders.CONFIG).get("date")
+    return given or of_first(lambda: datetime.datetime.now().isoformat(timespec="seconds"))
+
+
+def of_first(find: Callable[[], str]) -> str:
+    """What the first process finds, in all of them.
+
+    Raises:
+      ValueError: the first process's, in all of them.
+    """
+    if jax.process_count() == 1:
+        return find()
+    answer = ""
+    if is_first():
+        try:
+            answer = f"={find()}"
+        except (ValueError, OSError) as error:
+            answer = f"!{error}"
+    answer = exchanged(answer)
+    if answer.startswith("!"):
+        raise ValueError(answer[1:])
+    return answer[1:]
+
+
+def check_data(sums: dict[str, int], file: Path) -> None:
+    """Compares the data with those of the run that wrote `file`.
+
+    Raises:
+      ValueError: they differ; the first differing files are named.
+    """
+    if not file.exists():
+        return
+    before = read_json(file)
+    states = {(True, True): "has changed", (True, False): "is new", (False, True): "is missing"}
+    differing = [
+        f"{name} {states[name in sums, name in before]}"
+        for name in {**sums, **before}
+        if sums.get(name) != before.get(name)
+    ]
+    if differing:
+        more = f", and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
+        raise ValueError(
+            f"the data is not what the run began with: {', '.join(differing[:NAMED])}{more}. Put it back, take another "
+            "folder with --out, "
+            f"or remove {file} to go on with this data."
+        )

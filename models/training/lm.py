@@ -1,0 +1,359 @@
+"""Trains a decoder on text, by default on the bytes of Python's standard library: `python -m models.train lm`."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from flax import nnx
+from jax.sharding import Mesh
+from rich.console import Console
+
+from models import hf
+from models.data.packing import Batch, Documents, Rows, even_rows, one_a_row, overall_fill, pack, row_batches
+from models.data.text import Corpus, bigram_nats, files_read
+from models.data.tokenizer import Bytes, HuggingFace, Tokenizer
+from models.decoder import Decoder, DecoderConfig
+from models.decoder.loss import loss_fn
+from models.distributed.mesh import (
+    TENSOR,
+    create_sharded,
+    over,
+    parts_of,
+    replicate,
+    rows_of_process,
+    shard_state,
+    shardings,
+)
+from models.distributed.processes import is_first
+from models.distributed.tensor_parallel import check_rows
+from models.generate.sampling import Sampling
+from models.generate.slots import generate
+from models.generate.streaming import TextStream
+from models.hf.config import OF_A_RUN, fitting, read_config
+from models.layers import options_for, remark
+from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
+from models.training import config, frozen, launch, loop
+from models.training.config import Options, check_option
+from models.training.lm_data import CHAT_FILES, checkpoint_folder, choose_tokenizer, read_corpus, tokenizer_files
+from models.training.loop import Measured, Run, Training, TrainState
+from models.training.presets import PRESETS, Preset
+from models.training.report import History, plot_report
+from models.training.schedule import with_steps
+from models.training.terminal import lines
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LmOptions(Options):
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text file, or folder of .txt, .md, .py, .jsonl files of texts or conversations; repeatable. "
+            "Default: Python's standard library."
+        ),
+    ] = None
+    raw_bytes: Annotated[
+        bool, typer.Option("--raw-bytes", help="Take files of data that are no text as they are, byte by byte.")
+    ] = False
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json. Default: tokens are bytes.")] = None
+    init_from: Annotated[
+        str | None,
+        typer.Option(help="Folder of a Hugging Face checkpoint to start from, with its tokenizer.json if it has one."),
+    ] = None
+    ignore_config: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Unknown key of that checkpoint's config.json to go on without; repeatable."),
+    ] = None
+    no_pack: Annotated[
+        bool,
+        typer.Option(
+            "--no-pack", help="One document a row, in rows of few lengths, instead of rows full of documents."
+        ),
+    ] = False
+
+
+def attention_for(dtype: Any, model: DecoderConfig) -> str:
+    return "cudnn" if cudnn_attends(dtype) and model.plain_attention and model.window is None else "xla"
+
+
+def configure(preset: Preset, steps: int | None, backend: str, precision: Precision) -> Preset:
+    """The preset with the given number of steps and precision, and this machine's attention."""
+    attention = attention_for(precision.dtype, preset.model)
+    model = dataclasses.replace(
+        preset.model, backend=backend, dtype=precision.dtype, recipe=precision.recipe, attention=attention
+    )
+    return with_steps(dataclasses.replace(preset, model=model), steps)
+
+
+def choose(options: LmOptions) -> Preset:
+    """The preset, this machine's choices, and the options, each over the one before.
+
+    Raises:
+      ValueError: an unknown or impossible setting; see `models.training.config`.
+    """
+    check_option("preset", options.preset, PRESETS)
+    own = {
+        "data": options.data,
+        "raw_bytes": options.raw_bytes or None,
+        "tokenizer": options.tokenizer,
+        "init_from": options.init_from,
+        "ignore_config": options.ignore_config,
+        "pack": False if options.no_pack else None,
+    }
+    given = config.given_by(options, own, nested=True)
+    model = given.get("model")
+    dtype = (model if isinstance(model, dict) else {}).get("dtype", PRECISIONS[for_this_machine()].dtype)
+    start = PRESETS[options.preset]
+    stored = None
+    if isinstance(given.get("init_from"), str):
+        ignored = given.get("ignore_config")
+        stored = read_config(given["init_from"], ignore_config=ignored if isinstance(ignored, list) else ())[1]
+    base = stored or start.model
+    start = dataclasses.replace(
+        start, model=dataclasses.replace(base, dtype=dtype, attention=attention_for(dtype, base))
+    )
+    chosen = config.resolve(start, given)
+    if chosen.model.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ValueError("model.attention is 'cudnn', which needs a GPU; write xla.")
+    if stored is not None:
+        _check_sizes(chosen.model, stored)
+    return chosen if "warmup_steps" in given else with_steps(chosen, None)
+
+
+def _check_sizes(given: DecoderConfig, stored: DecoderConfig) -> None:
+    sizes = [field.name for field in dataclasses.fields(stored) if field.name not in OF_A_RUN]
+    if wrong := [name for name in sizes if getattr(given, name) != getattr(stored, name)]:
+        conflicts = ", ".join(
+            f"model.{name} is {getattr(given, name)}, the checkpoint's is {getattr(stored, name)}" for name in wrong
+        )
+        raise ValueError(f"{conflicts}: with init_from leave them out.")
+
+
+def with_date(preset: Preset, options: LmOptions, default: Path) -> Preset:
+    """The preset with the time that chat templates see: of the settings, or when the run began."""
+    return preset if preset.date is not None else dataclasses.replace(preset, date=launch.begun(options, default))
+
+
+def make_model(preset: Preset, seed: int, mesh: Mesh | None = None) -> Decoder:
+    """Read from a checkpoint, its parameters are split over the mesh from the start."""
+    if preset.init_from is None:
+        return nnx.jit(lambda: Decoder(preset.model, rngs=nnx.Rngs(seed)))()
+    with config.errors_of_options():
+        of_a_run = {name: getattr(preset.model, name) for name in OF_A_RUN}
+        return hf.load(preset.init_from, mesh=mesh, ignore_config=preset.ignore_config, **of_a_run)[1]
+
+
+def sharded_graphdef(preset: Preset, mesh: Mesh) -> nnx.GraphDef:
+    """Of the model as it is called over a mesh."""
+    return over(nnx.eval_shape(lambda: Decoder(preset.model, sharded=True, rngs=nnx.Rngs(0))), mesh)
+
+
+def init_state(preset: Preset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
+    graphdef, params, others = nnx.split(make_model(preset, seed), nnx.Param, ...)
+    return graphdef, loop.init_state(preset, params, with_histories(others))
+
+
+def with_histories(others: nnx.State) -> nnx.State:
+    """Zeros for the histories, of which a loaded model has only the shapes."""
+    zeros = lambda h: jnp.zeros(h.shape, h.dtype) if isinstance(h, jax.ShapeDtypeStruct) else h
+    return jax.tree.map(zeros, others)
+
+
+def start_state(preset: Preset, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState]:
+    """Over a mesh sharded from the start: neither a device nor the host ever holds all of it."""
+    if preset.init_from is None or mesh is None:
+        return create_sharded(lambda: init_state(preset, preset.seed), mesh)
+    graphdef, params, others = nnx.split(make_model(preset, preset.seed, mesh), nnx.Param, ...)
+    others = shard_state(with_histories(others), mesh)
+    begin = functools.partial(loop.init_state, preset)
+    split = shardings(jax.eval_shape(begin, params, others), mesh)
+    return graphdef, jax.jit(begin, out_shardings=split, donate_argnums=(0, 1))(params, others)
+
+
+def objective(preset: Preset, packed: bool, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+    loss, routed = loss_fn(model, batch, packed)
+    if routed is None:
+        return loss, Measured(loss)
+    balance = jnp.mean(routed.aux_loss)
+    load = routed.load / jnp.maximum(jnp.sum(routed.load, axis=1, keepdims=True), 1)
+    return loss + preset.balance_weight * balance, Measured(loss, balance, load)
+
+
+def check_fits(preset: Preset, mesh: Mesh) -> None:
+    """
+    Raises:
+      typer.BadParameter, ValueError: a micro-batch cannot be split evenly over the mesh, or the model has what an axis
+        `tensor` does not split.
+    """
+    rows, tensor = preset.batch // preset.accumulate, mesh.shape[TENSOR]
+    rows_of_process(rows, mesh)
+    preset.model.check_tensor(tensor)
+    check_rows(rows // parts_of(mesh) * preset.context, tensor)  # as many tokens as in shorter rows
+
+
+def make_step(
+    graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
+    return loop.make_step(
+        graphdef,
+        preset,
+        functools.partial(objective, preset, preset.pack),
+        mesh,
+        options_for(preset.model.policy, mesh, routers=True),
+    )
+
+
+def make_evaluate(
+    graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None
+) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
+    """Of packed rows, for every way of training: documents do not attend to each other."""
+    return loop.make_evaluate(graphdef, functools.partial(objective, preset, True), mesh)
+
+
+def make_rows(preset: Preset, documents: Documents) -> tuple[Rows, ...]:
+    return (pack(documents, preset.context),) if preset.pack else one_a_row(documents, preset.context, preset.buckets)
+
+
+def make_batches(preset: Preset, documents: Documents, rows: Sequence[Rows]) -> Callable[[int], Batch]:
+    return row_batches(documents, rows, preset.batch * preset.context, preset.accumulate, preset.seed)
+
+
+def heldout_batches(preset: Preset, documents: Documents) -> Batch:
+    return even_rows(documents, pack(documents, preset.context), preset.eval_windows, preset.batch // preset.accumulate)
+
+
+def with_room(preset: Preset, rows: Sequence[Rows]) -> Preset:
+    """With the largest number of documents of a row, padding included, for the model; or with more, if given."""
+    most = 1 + max(int(np.diff(some.first).max(initial=0)) for some in rows)
+    most = max(most, preset.model.max_documents or 0)
+    return dataclasses.replace(preset, model=dataclasses.replace(preset.model, max_documents=most))
+
+
+def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder, History]:
+    """Runs all steps and evaluations.
+
+    Returns:
+      The trained model in evaluation mode, as of `models.distributed.mesh.collect`.
+    """
+    mesh, rows = run.mesh, make_rows(preset, corpus.train)
+    preset = with_room(preset, (*rows, pack(corpus.heldout, preset.context)))
+    graphdef, state = start_state(preset, mesh)
+    lengths, fill = ", ".join(str(some.length) for some in rows), overall_fill(rows)
+    run.console.print(f"documents in rows of {lengths} tokens, {fill:.1%} full")
+    stepped = graphdef if mesh is None else sharded_graphdef(preset, mesh)
+    key = replicate(jax.random.key(preset.seed), mesh)
+    training = Training(
+        preset,
+        make_step(stepped, preset, mesh),
+        loop.heldout_loss(make_evaluate(stepped, preset, mesh), heldout_batches(preset, corpus.heldout), key, mesh),
+        make_batches(preset, corpus.train, rows),
+        key,
+        unit,
+    )
+    return loop.train(training, graphdef, state, run)
+
+
+def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tokenizer) -> str | None:
+    """Saves for `models.generate` and transformers, in the original architecture or one that fits.
+
+    Returns:
+      The architecture's name, None if none fits.
+    """
+    architecture = fitting(model.config)
+    if preset.init_from is not None:
+        architecture, _ = read_config(preset.init_from, ignore_config=preset.ignore_config)
+    if architecture is not None:
+        start = checkpoint_folder(preset)
+        files = [] if start is None else [start / name for name in CHAT_FILES]
+        beside: dict[str, str | bytes] = {file.name: file.read_bytes() for file in files if file.exists()}
+        if isinstance(tokenizer, HuggingFace):
+            beside["tokenizer.json"] = tokenizer.source
+        hf.save(folder, architecture, model, like=preset.init_from, end=tokenizer.end, beside=beside)
+    return architecture
+
+
+def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer: Tokenizer, console: Console) -> None:
+    """A continuation of the first held-out tokens, up to the context length; none of a model in the host's memory."""
+    if any(isinstance(x, np.ndarray) for x in jax.tree.leaves(nnx.state(model, nnx.Param))):
+        console.print("\nThe model does not fit on one device: no sample of held-out text.")
+        return
+    prompt = heldout[: max(1, preset.context // 4)].tolist()
+    (written,) = generate(
+        model,
+        [prompt],
+        max(1, preset.context - len(prompt)),
+        sampling=Sampling(temperature=0.8),
+        key=jax.random.key(preset.seed),
+    )
+    console.print("\nHeld-out text, and how the model goes on:")
+    console.print(lines(tokenizer.decode(prompt)), style="dim", end="")
+    stream = TextStream(tokenizer, prompt)
+    console.print(lines("".join([*map(stream.add, written.tokens), stream.finish()])), style="bold")
+
+
+def run(options: LmOptions) -> None:
+    """Trains a decoder language model, by default a mixture of experts on bytes of the Python standard library."""
+    begin, default = time.perf_counter(), Path("runs", f"lm-{options.preset}")
+    launch.start_processes(options)
+    with config.errors_of_options():
+        preset, tokenizer = choose_tokenizer(choose(options))
+        frozen.check(
+            nnx.state(nnx.eval_shape(lambda: Decoder(preset.model, rngs=nnx.Rngs(0))), nnx.Param), preset.freeze
+        )
+        mesh = launch.choose_mesh(options, preset.model.backend)
+        if mesh is not None:
+            check_fits(preset, mesh)
+        folder = checkpoint_folder(preset)
+        preset = with_date(preset, options, default)
+        own = {"raw": preset.raw_bytes, "context": preset.context, "date": preset.date}
+        corpus = read_corpus(preset.data, tokenizer, folder=folder, **own)
+        files = files_read(preset.data) | {str(file): file for file in tokenizer_files(preset)}
+        run = launch.begin(options, preset, mesh, default, files)
+
+    with launch.ended_in_one_line(run):
+        _train_and_report(options, preset, tokenizer, corpus, run, begin)
+
+
+def _train_and_report(
+    options: LmOptions, preset: Preset, tokenizer: Tokenizer, corpus: Corpus, run: Run, begin: float
+) -> None:
+    byte, console = isinstance(tokenizer, Bytes), run.console
+    token, unit = ("byte", "nats a byte") if byte else ("token", "nats a token")
+    console.print(f"{len(corpus.train.tokens):,} {token}s to train on, {len(corpus.heldout.tokens):,} held out")
+    console.print(corpus.remark, end="")
+    baseline = None
+    if byte:
+        bigram = bigram_nats(corpus.train.tokens, heldout_batches(preset, corpus.heldout))
+        baseline = ("bigram table", bigram)
+        console.print(f"a bigram table needs {bigram:.3f} nats a held-out byte")
+    console.print(
+        f"preset {options.preset}, {preset.model.dtype}, recipe {preset.model.recipe}, on {launch.devices(run.mesh)}"
+    )
+    console.print(remark(preset.model.policy), end="")
+
+    model, history = train(preset, corpus, unit, run)
+    if not is_first():
+        return
+    architecture = save_checkpoint(run.out / "checkpoint-hf", preset, model, tokenizer)
+    plot_report(history, unit, run.out / "report.png", baseline)
+    write_sample(preset, model, corpus.heldout.tokens, tokenizer, console)
+    reached = f"held-out {history.last_heldout:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
+    console.print()
+    run.say(
+        f"{reached} after {time.perf_counter() - begin:.0f} s; {run.out}/ has report.png, metrics.jsonl, "
+        "config.yaml, and tensorboard"
+    )
+    console.print(
+        "no architecture of Hugging Face fits: no checkpoint"
+        if architecture is None
+        else f"and checkpoint-hf, a {architecture}"
+    )
+
+
+main = config.command(LmOptions, run)

@@ -1,0 +1,391 @@
+"""The training loop of every model: state, the compiled step, and the loop over steps."""
+
+import contextlib
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxops.profiling import Profiled
+from models.distributed.mesh import collect, constrained, rows_of_process, shard_batch, split_objective
+from models.distributed.processes import is_first
+from models.training import frozen
+from models.training.checkpoints import Checkpoints, saved_steps
+from models.training.ending import Stopped, StopSignals, stopped_line
+from models.training.ending import kept as kept_line
+from models.training.finite import Watch
+from models.training.report import History, MetricsLog
+from models.training.schedule import Schedule, make_learning_rate, make_optimizer
+from models.training.terminal import one_line
+
+READ_EVERY = 10
+AHEAD = 2  # batches that are made while a step runs
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes. It is donated: the step overwrites it.
+
+    Attributes:
+      histories: of delayed scaling, else empty.
+      average: of the trained parameters, or None.
+      step: steps done, int32.
+    """
+
+    params: nnx.State
+    histories: nnx.State
+    average: nnx.State | None
+    opt_state: optax.OptState
+    step: jax.Array
+
+
+class Measured(NamedTuple):
+    """An objective's measurements of a micro-batch: its loss and, with experts, balancing loss and load.
+
+    load: each expert's share [layers, experts].
+    """
+
+    loss: jax.Array
+    balance: jax.Array | None = None
+    load: jax.Array | None = None
+
+
+class Metrics(NamedTuple):
+    """Device values of one step; reading them is the only wait for the device.
+
+    Attributes:
+      loss, balance, load: as of `Measured`, over the whole batch.
+      tokens: counted ones, int32.
+      fill: their share of the batch's rows.
+      gradient_norm: of the trained parameters, before clipping.
+    """
+
+    loss: jax.Array
+    balance: jax.Array | None
+    load: jax.Array | None
+    tokens: jax.Array
+    fill: jax.Array
+    learning_rate: jax.Array
+    gradient_norm: jax.Array
+
+
+# (model, micro-batch, key) -> (loss to minimize, measured), means over the counted tokens: each batch has `counted()`
+# and `size`.
+Objective = Callable[[Any, Any, jax.Array], tuple[jax.Array, Measured]]
+
+
+def place(arrays: Any, mesh: Mesh | None = None) -> Any:
+    """Batches [N, B, ...], from the host to the device or, along B, over all devices. The only place that does so."""
+    if mesh is None:
+        return jax.device_put(arrays)
+    return shard_batch(jax.tree.map(lambda x: x[:, rows_of_process(x.shape[1], mesh)], arrays), mesh, axis=1)
+
+
+def init_state(schedule: Schedule, params: nnx.State, histories: nnx.State) -> TrainState:
+    """The state before the first step.
+
+    Raises:
+      ValueError: as of `models.training.frozen.check`.
+    """
+    frozen.check(params, schedule.freeze)
+    trained, _ = frozen.split(params, schedule.freeze)
+    average = None if schedule.ema is None else jax.tree.map(jnp.copy, trained)
+    return TrainState(
+        params, histories, average, jax.jit(make_optimizer(schedule).init)(trained), jnp.zeros((), jnp.int32)
+    )
+
+
+def make_value(
+    graphdef: nnx.GraphDef, objective: Objective, mesh: Mesh | None, *, training: bool
+) -> Callable[..., tuple[jax.Array, tuple[Measured, nnx.State]]]:
+    """(params, histories, micro-batch, key) -> (loss, (measured, histories)), over all devices of the mesh."""
+
+    def value(params: nnx.State, histories: nnx.State, batch: Any, key: jax.Array):
+        model = nnx.merge(
+            graphdef, params, histories, copy=True
+        )  # the call changes the histories, which jax.grad has not made its own
+        if not training:
+            model.eval()
+        loss, measured = objective(model, batch, key)
+        return loss, (measured, nnx.state(model, nnx.Not(nnx.Param)))
+
+    return value if mesh is None else split_objective(value, mesh, counted=lambda batch: batch.counted())
+
+
+def make_step(
+    graphdef: nnx.GraphDef,
+    schedule: Schedule,
+    objective: Objective,
+    mesh: Mesh | None = None,
+    compiler_options: dict[str, Any] | None = None,
+) -> Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]:
+    """The training step as one compiled program for each shape of batches: gradient, update, average.
+
+    It takes the state, micro-batches [schedule.accumulate, ...], and a key that is the same in every step. Each
+    micro-batch's float32 gradient is weighted by its counted tokens: for an objective that is a mean over tokens the
+    sum is the gradient of the whole batch. Over a mesh the objective is called with each device's parts; see
+    `models.distributed.mesh.split_objective`.
+    """
+    optimizer, learning_rate = make_optimizer(schedule), make_learning_rate(schedule)
+    value = make_value(graphdef, objective, mesh, training=True)
+
+    def scaled_gradient(params: nnx.State, histories: nnx.State, micro: tuple[Any, jax.Array, jax.Array]):
+        batch, share, key = micro
+        of_trained = lambda trained, *given: value(frozen.joined(params, trained), *given)
+        trained, _ = frozen.split(params, schedule.freeze)
+        grads, (measured, histories) = jax.grad(of_trained, has_aux=True)(trained, histories, batch, key)
+        return jax.tree.map(lambda x: share * x, (grads, measured)), histories
+
+    def gradient(params: nnx.State, histories: nnx.State, micros: tuple[Any, jax.Array, jax.Array]):
+        first = jax.tree.map(lambda x: x[0], micros)
+        if schedule.accumulate == 1:
+            return scaled_gradient(params, histories, first)
+
+        def add(carry, micro):
+            total, histories = carry
+            more, histories = scaled_gradient(params, histories, micro)
+            return (jax.tree.map(jnp.add, total, more), histories), None
+
+        shapes, _ = jax.eval_shape(scaled_gradient, params, histories, first)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.scan(add, (zeros, histories), micros)[0]
+
+    def step(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Metrics]:
+        counted = jax.vmap(lambda micro: micro.counted())(batch)
+        tokens = jnp.sum(counted)
+        keys = jax.random.split(jax.random.fold_in(key, state.step), schedule.accumulate)
+        micros = (batch, counted / jnp.maximum(tokens, 1), keys)
+        (grads, measured), histories = gradient(state.params, state.histories, micros)
+        trained, _ = frozen.split(state.params, schedule.freeze)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+        trained = cast(nnx.State, optax.apply_updates(trained, updates))
+        average = None
+        if schedule.ema is not None:
+            # A shorter average at first: it would still contain the initial random weights.
+            keep = jnp.minimum(schedule.ema, (1 + state.step) / (10 + state.step))
+            average = jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, state.average, trained)
+        metrics = Metrics(
+            loss=measured.loss,
+            balance=measured.balance,
+            load=measured.load,
+            tokens=tokens,
+            fill=tokens / batch.size,
+            learning_rate=jnp.asarray(learning_rate(state.step)),
+            gradient_norm=optax.tree.norm(grads),
+        )
+        params = frozen.joined(state.params, trained)
+        return constrained(TrainState(params, histories, average, opt_state, state.step + 1), mesh), metrics
+
+    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
+
+
+def kept(state: TrainState) -> nnx.State:
+    """The parameters that are evaluated and saved."""
+    return state.params if state.average is None else frozen.joined(state.params, state.average)
+
+
+def make_evaluate(
+    graphdef: nnx.GraphDef, objective: Objective, mesh: Mesh | None = None
+) -> Callable[[nnx.State, nnx.State, Any, jax.Array], jax.Array]:
+    """Mean loss over micro-batches [N, ...], with the same random draws in every evaluation."""
+    value = make_value(graphdef, objective, mesh, training=False)
+
+    @jax.jit
+    def evaluate(params: nnx.State, histories: nnx.State, batches: Any, key: jax.Array) -> jax.Array:
+        counted = jax.vmap(lambda batch: batch.counted())(batches)
+        keys = jax.random.split(key, counted.shape[0])
+        losses = jax.lax.map(lambda given: value(params, histories, *given)[1][0].loss, (batches, keys))
+        return jnp.sum(losses * counted) / jnp.maximum(jnp.sum(counted), 1)
+
+    return evaluate
+
+
+def prefetched(batches: Callable[[int], Any], first: int, end: int, mesh: Mesh | None = None) -> Iterator[Any]:
+    """batches(first) to batches(end - 1) through `place`, made on another thread while steps run."""
+    with ThreadPoolExecutor(1) as pool:
+        start = lambda step: pool.submit(lambda: place(batches(step), mesh))
+        waiting = deque(start(step) for step in range(first, min(first + AHEAD, end)))
+        for step in range(first, end):
+            batch = waiting.popleft().result()
+            if step + AHEAD < end:
+                waiting.append(start(step + AHEAD))
+            yield batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What is run.
+
+    Attributes:
+      schedule: of all steps.
+      step: as of `make_step`.
+      evaluate: starts an evaluation of a state and returns the held-out loss, on the device.
+      batches: step -> its batch on the host, a function of the number only, so that a resumed training sees the same
+        ones.
+      key: for every step.
+      unit: of the loss, printed after a number.
+    """
+
+    schedule: Schedule
+    step: Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]
+    evaluate: Callable[[TrainState], jax.Array]
+    batches: Callable[[int], Any]
+    key: jax.Array
+    unit: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Where a training runs and writes.
+
+    Attributes:
+      out: the folder of everything that it writes.
+      console: for its messages.
+      mesh: of devices; None for one.
+      save_every: steps between checkpoints in OUT/checkpoints; None for none. The run starts from the newest one.
+      stop_within: seconds for saving, after SIGTERM or Ctrl-C.
+      profile: whether some of the first steps are profiled, into OUT/profile.
+      bad_steps: so many in a row whose numbers are not finite end the run, as of `models.training.finite.Watch`.
+    """
+
+    out: Path
+    console: Console
+    mesh: Mesh | None = None
+    save_every: int | None = None
+    stop_within: float = 25.0
+    profile: bool = False
+    bad_steps: int = 3
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
+
+    def say(self, line: str) -> None:
+        """Prints one line, whatever the names in it are."""
+        self.console.print(one_line(line))
+
+    def kept(self) -> str:
+        """The line about the finished checkpoints."""
+        return kept_line(None if self.save_every is None else saved_steps(self.checkpoints), self.out)
+
+    def saves(self, done: int, steps: int) -> bool:
+        return self.save_every is not None and (done % self.save_every == 0 or done == steps)
+
+
+def heldout_loss(
+    evaluate: Callable[[nnx.State, nnx.State, Any, jax.Array], jax.Array],
+    batches: Any,
+    key: jax.Array,
+    mesh: Mesh | None,
+) -> Callable[[TrainState], jax.Array]:
+    """`Training.evaluate` of these batches, from what `make_evaluate` returns. They are placed once."""
+    placed = place(batches, mesh)
+    return lambda state: evaluate(kept(state), state.histories, placed, key)
+
+
+def train(training: Training, graphdef: nnx.GraphDef, state: TrainState, run: Run) -> tuple[Any, History]:
+    """Runs all steps and evaluations. The state is donated.
+
+    Args:
+      graphdef: of the model on one device.
+
+    Returns:
+      The model with the weights that are `kept`, as of `models.distributed.mesh.collect`, in evaluation mode.
+
+    Raises:
+      Stopped, NotFinite: as `run_steps`.
+    """
+    run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
+    run.console.print(frozen.remark(state.params, training.schedule.freeze), end="")
+    state, history = run_steps(training, state, run)
+    model = nnx.merge(graphdef, *collect((kept(state), state.histories), run.mesh))
+    model.eval()
+    return model, history
+
+
+def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainState, History]:
+    """Runs the steps after the state or the newest checkpoint, with evaluations; prints and logs progress.
+
+    The state is donated.
+
+    Raises:
+      Stopped: after SIGTERM or Ctrl-C; the finished steps are saved.
+      NotFinite: the run's numbers are not finite; the checkpoints are those before.
+    """
+    profiled = Profiled(training.step) if run.profile else None
+    if profiled is not None:
+        training = dataclasses.replace(training, step=profiled)
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(StopSignals(run.stop_within, lambda number: stopped_line(number, run.kept())))
+        checkpoints = None
+        if run.save_every is not None:
+            checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep_best=True))
+            state, done = checkpoints.start(state, run.say)
+            if done:
+                run.console.print(f"goes on from the checkpoint of step {done}")
+        # The guard makes any implicit transfer, and so any hidden wait, an error.
+        with jax.transfer_guard("disallow"):
+            ended = _run_steps(training, state, run, checkpoints, signals)
+    if profiled is not None:
+        _write_profile(profiled, run)
+    return ended
+
+
+def _write_profile(profiled: Profiled, run: Run) -> None:
+    if not profiled.done:
+        run.say(f"no profile: it needs {profiled.calls_needed} steps.")
+    elif is_first():
+        files = profiled.report.save(run.out / "profile")
+        run.console.print(profiled.report.summary)
+        run.say(f"the profile is in {', '.join(map(str, files))}")
+
+
+def _run_steps(
+    training: Training, state: TrainState, run: Run, checkpoints: Checkpoints | None, signals: StopSignals
+) -> tuple[TrainState, History]:
+    schedule, first = training.schedule, int(jax.device_get(state.step))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    log_to, watch = MetricsLog(run.out, first, is_first(), run.say), Watch(run.bad_steps)
+    with log_to as log, Progress(*columns, console=run.console) as progress:
+        task = progress.add_task("compiling", total=schedule.steps, completed=first)
+        unread, last_read = [], time.perf_counter()
+        for done, batch in enumerate(prefetched(training.batches, first, schedule.steps, run.mesh), first + 1):
+            state, metrics = training.step(state, batch, training.key)
+            unread.append(metrics)
+            stop = signals.asked(done)
+            at_eval = done % schedule.eval_every == 0 or done in (1, schedule.steps)
+            at_save = run.saves(done, schedule.steps) or (stop is not None and run.save_every is not None)
+            if not at_eval and not at_save and stop is None and len(unread) < READ_EVERY:
+                continue
+            read = jax.device_get(unread)
+            rate = sum(int(metrics.tokens) for metrics in read) / (time.perf_counter() - last_read)
+            progress.update(task, completed=done, description=f"loss {float(read[-1].loss):.3f}  {rate:,.0f} tokens/s")
+            heldout = float(jax.device_get(training.evaluate(state))) if at_eval else None
+            log.add(done, read, rate, heldout)
+            watch.add(done, read, heldout)
+            if checkpoints is not None:
+                checkpoints.check()
+                if at_save and watch.finite:
+                    checkpoints.save(state, done, heldout=heldout)  # what is logged is never behind it
+            watch.check(ended=done == schedule.steps)
+            if stop is not None:
+                raise Stopped(stop)
+            if heldout is not None:
+                speed = f", {rate:,.0f} tokens/s" if done > first + 1 else ""
+                progress.console.print(f"step {done}: held-out {heldout:.3f} {training.unit}{speed}")
+            unread.clear()
+            last_read = time.perf_counter()
+        if first >= schedule.steps:  # the checkpoint of a run that has ended: its model may be written now
+            watch.add(first, [], float(jax.device_get(training.evaluate(state))))
+            watch.check(ended=True)
+    return state, log.history

@@ -1,0 +1,324 @@
+"""Trains one transformer on text and images, which draws and captions: `python -m models.train mm`."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxops.nn import AmaxHistory
+from models.data.pairs import DATA_SETS, PairData, Pairs, files_read, read_pairs
+from models.data.tokenizer import Bytes, HuggingFace, Tokenizer
+from models.distributed.mesh import (
+    TENSOR,
+    by_device,
+    create_sharded,
+    micro_batches,
+    of_own_batch,
+    over,
+    parts_of,
+    replicate,
+)
+from models.distributed.processes import is_first
+from models.layers import options_for, remark
+from models.multimodal.interleaved import (
+    Batch,
+    Document,
+    Room,
+    Tokens,
+    captioned,
+    document_batches,
+    every_document_once,
+    illustrated,
+    lay_out,
+    sizes_of,
+    stack,
+)
+from models.multimodal.loss import loss_fn
+from models.multimodal.model import Multimodal
+from models.multimodal.show import show
+from models.precision import PRECISIONS, Precision, for_this_machine
+from models.training import config, launch, loop
+from models.training.config import Options, check_option
+from models.training.loop import Measured, Run, Training, TrainState
+from models.training.presets import MULTIMODAL_PRESETS, MultimodalPreset
+from models.training.report import History, plot_report
+from models.training.schedule import with_steps
+
+UNIT = "nats and squared errors"
+Pair = tuple[np.ndarray, list[np.ndarray]]  # an image and its captions' tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MmOptions(Options):
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{', '.join(DATA_SETS)}, a folder of images with a .txt each, or a .jsonl file of image and text. "
+            "Default: digits."
+        ),
+    ] = None
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json. Default: tokens are bytes.")] = None
+
+
+def with_precision(preset: MultimodalPreset, precision: Precision) -> MultimodalPreset:
+    model = dataclasses.replace(preset.model, dtype=precision.dtype, recipe=precision.recipe)
+    return dataclasses.replace(preset, model=model)
+
+
+def choose(options: MmOptions) -> MultimodalPreset:
+    """The preset, this machine's precision, and the options, each over the one before.
+
+    Raises:
+      ValueError: an unknown or impossible setting; see `models.training.config`.
+    """
+    check_option("preset", options.preset, MULTIMODAL_PRESETS)
+    given = config.given_by(options, {"data": options.data, "tokenizer": options.tokenizer}, nested=True)
+    model = given.get("model")
+    dtype = (model if isinstance(model, dict) else {}).get("dtype", PRECISIONS[for_this_machine()].dtype)
+    chosen = config.resolve(with_precision(MULTIMODAL_PRESETS[options.preset], Precision(dtype)), given)
+    return chosen if "warmup_steps" in given else with_steps(chosen, None)
+
+
+def choose_tokenizer(preset: MultimodalPreset) -> tuple[Tokenizer, Tokens]:
+    """The tokenizer, and the tokens beside those of text, which are numbered after them.
+
+    Raises:
+      ValueError: the tokenizer cannot be read, or has no token that ends a document.
+    """
+    tokenizer = Bytes() if preset.tokenizer is None else HuggingFace(Path(preset.tokenizer))
+    if tokenizer.end is None:
+        raise ValueError(f"{preset.tokenizer} has no token that ends a document, such as <|endoftext|>.")
+    return tokenizer, Tokens(tokenizer.vocab, tokenizer.vocab + 1, tokenizer.end)
+
+
+class Material(NamedTuple):
+    """Pairs with captions as tokens.
+
+    Attributes:
+      train, heldout: (image, its captions) of each.
+      tokenizer, tokens: of the captions, and beside them.
+      room: of a whole step's batch.
+    """
+
+    train: list[Pair]
+    heldout: list[Pair]
+    tokenizer: Tokenizer
+    tokens: Tokens
+    room: Room
+
+
+def prepare(preset: MultimodalPreset, data: PairData) -> tuple[MultimodalPreset, Material]:
+    """The data as tokens, and the preset with the model's vocab and patch_values.
+
+    Raises:
+      ValueError: as `choose_tokenizer`.
+    """
+    tokenizer, tokens = choose_tokenizer(preset)
+    values = data.patch**2 * data.channels
+    model = dataclasses.replace(preset.model, vocab=max(preset.model.vocab, tokenizer.vocab + 2), patch_values=values)
+    room = Room(preset.rows, preset.predictions, preset.documents, data.patch, data.channels)
+    return dataclasses.replace(preset, model=model), Material(
+        encode(data.train, tokenizer), encode(data.heldout, tokenizer), tokenizer, tokens, room
+    )
+
+
+def encode(pairs: Pairs, tokenizer: Tokenizer) -> list[Pair]:
+    different = sorted({caption for captions in pairs.captions for caption in captions})
+    tokens = dict(zip(different, tokenizer.encode_all([caption.encode() for caption in different]), strict=True))
+    return [
+        (pixels, [tokens[caption].astype(np.int32) for caption in captions])
+        for pixels, captions in zip(pairs.pixels, pairs.captions, strict=True)
+    ]
+
+
+def share_of(room: Room, parts: int, tensor: int = 1) -> Room:
+    """A micro-batch's, of `parts` in a step, whose rows and predictions are split over `tensor` devices.
+
+    Raises:
+      ValueError: the room cannot be split evenly.
+    """
+    multiples = {"rows": parts * tensor, "predictions": parts * tensor, "documents": parts}
+    sizes = {name: getattr(room, name) for name in multiples}
+    if wrong := [f"{name} is {size}" for name, size in sizes.items() if size % multiples[name]]:
+        split = f", each over tensor={tensor}," if tensor > 1 else ""
+        raise ValueError(
+            f"{', '.join(wrong)}; with {parts} micro-batches and devices{split} write multiples of {parts * tensor}."
+        )
+    return room._replace(**{name: size // parts for name, size in sizes.items()})
+
+
+def train_documents(
+    preset: MultimodalPreset, pairs: Sequence[Pair], tokens: Tokens, rng: np.random.Generator
+) -> list[Document]:
+    """A document of each pair, with one of its captions, in a random order of caption and image."""
+    found = []
+    for (pixels, captions), (order, drop, choice) in zip(pairs, rng.random((len(pairs), 3)), strict=True):
+        caption = captions[int(choice * len(captions))]
+        if order >= preset.illustrated:
+            found.append(captioned(caption, pixels, tokens))
+        else:
+            found.append(illustrated(caption[: 0 if drop < preset.captionless else None], pixels, tokens))
+    return found
+
+
+def heldout_documents(preset: MultimodalPreset, material: Material) -> list[Document]:
+    """Both orders of each held-out pair, with the same captions in every evaluation."""
+    rng, found = np.random.default_rng(preset.seed), []
+    for pixels, captions in material.heldout:
+        caption = captions[rng.integers(len(captions))]
+        found += [make(caption, pixels, material.tokens) for make in (illustrated, captioned)]
+    return found
+
+
+def check_fits(preset: MultimodalPreset, material: Material, mesh: Mesh | None) -> None:
+    """
+    Raises:
+      ValueError: a micro-batch cannot be split evenly over the devices, or cannot hold the largest document; an axis
+        `tensor` that does not divide the heads or the vocabulary.
+    """
+    tensor = 1 if mesh is None else mesh.shape[TENSOR]
+    preset.model.check_tensor(tensor)
+    room = share_of(material.room, micro_batches(preset.accumulate, mesh), tensor)
+    for pixels, captions in (*material.train, *material.heldout):
+        sizes_of([captioned(max(captions, key=len), pixels, material.tokens)], room)
+
+
+def init_state(preset: MultimodalPreset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
+    model = nnx.jit(lambda: Multimodal(preset.model, rngs=nnx.Rngs(seed)))()
+    graphdef, params, histories = nnx.split(model, nnx.Param, AmaxHistory)
+    return graphdef, loop.init_state(preset, params, histories)
+
+
+def sharded_graphdef(preset: MultimodalPreset, mesh: Mesh) -> nnx.GraphDef:
+    """Of the model as it is called over a mesh."""
+    return over(nnx.eval_shape(lambda: Multimodal(preset.model, sharded=True, rngs=nnx.Rngs(0))), mesh)
+
+
+def objective(preset: MultimodalPreset, model: Multimodal, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+    how = {name: getattr(preset, name) for name in ("image_weight", "time_shift", "reading_noise")}
+    loss, routed = loss_fn(model, batch, key, **how)
+    balance = jnp.mean(routed.aux_loss)
+    return loss + preset.balance_weight * balance, Measured(loss, balance, shares(preset, routed.load))
+
+
+def shares(preset: MultimodalPreset, load: jax.Array) -> jax.Array:
+    """Of each expert in its own modality [layers, experts], so that for all of them 1 / experts is even."""
+    counts = (preset.model.text_experts, preset.model.image_experts)
+    found = [
+        part / jnp.maximum(jnp.sum(part, axis=1, keepdims=True), 1) * count / sum(counts)
+        for part, count in zip(jnp.split(load, counts[:1], axis=1), counts, strict=True)
+    ]
+    return jnp.concatenate(found, axis=1)
+
+
+def make_step(
+    graphdef: nnx.GraphDef, preset: MultimodalPreset, mesh: Mesh | None = None
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
+    """One compiled program for all documents.
+
+    Batches are [accumulate, ...], over a mesh [accumulate, parts of the batch, ...].
+    """
+    own = of_own_batch(functools.partial(objective, preset), mesh)
+    return loop.make_step(graphdef, preset, own, mesh, options_for(preset.model.policy, mesh, routers=True))
+
+
+def make_evaluate(
+    graphdef: nnx.GraphDef, preset: MultimodalPreset, mesh: Mesh | None = None
+) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
+    """Of clean images where they are read."""
+    preset = dataclasses.replace(preset, reading_noise=0.0)
+    return loop.make_evaluate(graphdef, of_own_batch(functools.partial(objective, preset), mesh), mesh)
+
+
+def make_batches(preset: MultimodalPreset, material: Material, mesh: Mesh | None = None) -> Callable[[int], Batch]:
+    parts = micro_batches(preset.accumulate, mesh)
+    make = functools.partial(train_documents, preset, material.train, material.tokens)
+    batches = document_batches(make, share_of(material.room, parts), parts, preset.seed)
+    return lambda step: by_device(batches(step), mesh)
+
+
+def heldout_batches(preset: MultimodalPreset, material: Material, mesh: Mesh | None) -> Batch:
+    """All held-out documents; the last devices may get empty batches."""
+    room = share_of(material.room, micro_batches(preset.accumulate, mesh))
+    batches = [batch for _, batch in every_document_once(heldout_documents(preset, material), room)]
+    if mesh is not None:
+        batches += -len(batches) % parts_of(mesh) * [lay_out([], room)]
+    return by_device(stack(batches), mesh)
+
+
+def train(preset: MultimodalPreset, material: Material, run: Run) -> tuple[Multimodal, History]:
+    """Runs all steps and evaluations.
+
+    Returns:
+      The trained model, whole on one device, in evaluation mode.
+    """
+    mesh = run.mesh
+    graphdef, state = create_sharded(lambda: init_state(preset, preset.seed), mesh)
+    key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
+    stepped = graphdef if mesh is None else sharded_graphdef(preset, mesh)
+    training = Training(
+        preset,
+        make_step(stepped, preset, mesh),
+        loop.heldout_loss(
+            make_evaluate(stepped, preset, mesh), heldout_batches(preset, material, mesh), heldout_key, mesh
+        ),
+        make_batches(preset, material, mesh),
+        key,
+        UNIT,
+    )
+    return loop.train(training, graphdef, state, run)
+
+
+def run(options: MmOptions) -> None:
+    """Trains one transformer on images and captions, packed without padding; then it draws and captions."""
+    begin = time.perf_counter()
+    launch.start_processes(options)
+    with config.errors_of_options():
+        preset = choose(options)
+        mesh = launch.choose_mesh(options, preset.model.backend)
+        data = read_pairs(preset.data, preset.patch, preset.longest, preset.background)
+        preset, material = prepare(preset, data)
+        check_fits(preset, material, mesh)
+        files = files_read(preset.data) | (
+            {} if preset.tokenizer is None else {preset.tokenizer: Path(preset.tokenizer)}
+        )
+        run = launch.begin(options, preset, mesh, Path("runs", f"mm-{Path(preset.data).stem}-{options.preset}"), files)
+    with launch.ended_in_one_line(run):
+        _train_and_report(options, preset, data, material, run, begin)
+
+
+def _train_and_report(
+    options: MmOptions, preset: MultimodalPreset, data: PairData, material: Material, run: Run, begin: float
+) -> None:
+    console = run.console
+    console.print(f"{len(material.train):,} images with captions to train on, {len(material.heldout):,} held out")
+    if data.remark:
+        run.say(data.remark)
+    model = preset.model
+    console.print(f"preset {options.preset}, {model.dtype}, recipe {model.recipe}, on {launch.devices(run.mesh)}")
+    console.print(remark(model.policy), end="")
+
+    trained, history = train(preset, material, run)
+    if not is_first():
+        return
+    fill = np.mean([row["fill"] for row in history.rows])
+    console.print(f"held-out {history.last_heldout:.3f} {UNIT} after {time.perf_counter() - begin:.0f} s")
+    console.print(f"{fill:.1%} of the rows had a loss")
+    plot_report(history, UNIT, run.out / "report.png")
+    show(preset, trained, data, material, run)
+    run.say(
+        f"{time.perf_counter() - begin:.0f} s; {run.out}/ has samples.png, report.png, metrics.jsonl, config.yaml, and "
+        "tensorboard"
+    )
+
+
+main = config.command(MmOptions, run)

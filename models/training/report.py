@@ -1,0 +1,221 @@
+"""A training run's output: metrics, as JSON lines and for TensorBoard, and pictures."""
+
+import dataclasses
+import json
+import math
+import os
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorboardX
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image, ImageDraw
+
+from models.training.terminal import one_line
+
+ALWAYS = ("step", "loss", "tokens", "fill", "learning_rate", "gradient_norm")  # numbers in each line of metrics.jsonl
+
+
+@dataclasses.dataclass
+class History:
+    """What a run has read from the device.
+
+    Attributes:
+      rows: one a step, as in metrics.jsonl.
+      loads: each expert's share [layers, experts] of the last steps of this process; empty without experts.
+    """
+
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    loads: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    @property
+    def loss(self) -> list[float]:
+        return [row["loss"] for row in self.rows]
+
+    @property
+    def heldout(self) -> list[tuple[int, float]]:
+        """(steps done, held-out loss)."""
+        return [(row["step"], row["heldout"]) for row in self.rows if "heldout" in row]
+
+    @property
+    def last_heldout(self) -> float:
+        """NaN before the first evaluation."""
+        return self.heldout[-1][1] if self.heldout else math.nan
+
+
+class MetricsLog:
+    """Writes OUT/metrics.jsonl, a line a step, and TensorBoard event files to OUT/tensorboard. A context manager.
+
+    A line has the step's number (from 1), the scalars of its `models.training.loop.Metrics`, tokens_per_s between two
+    readings, and heldout after an evaluation; null is a number that is not finite, which JSON does not have. Existing
+    lines up to step `first`, the checkpoint that a run resumes from, are kept.
+
+    Args:
+      writes: True in one process of a run; the others only keep a history of the steps after `first`.
+      say: called if lines up to `first` are missing or unreadable.
+    """
+
+    def __init__(self, out: Path, first: int, writes: bool = True, say: Callable[[str], None] = print):
+        out.mkdir(parents=True, exist_ok=True)
+        file = out / "metrics.jsonl"
+        rows = _rows(file, first) if writes and first else []
+        if writes and len(rows) < first:
+            say(
+                f"{file} lacks {first - len(rows)} of the {first} steps before this one, or they cannot be read: its "
+                "curves have a gap."
+            )
+        self.history = History(rows)
+        self._lines = (file if writes else Path(os.devnull)).open("w", encoding="utf-8")
+        self._lines.writelines(map(_line, self.history.rows))
+        self._events = tensorboardX.SummaryWriter(
+            str(out.absolute() / "tensorboard"),  # of a relative path it takes what is before ":" as a protocol
+            purge_step=first + 1,
+            write_to_disk=writes,
+        )
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+        self._events.close()
+
+    def add(self, done: int, read: Sequence[Any], tokens_per_s: float, heldout: float | None) -> None:
+        """The metrics of the steps up to `done`."""
+        for step, metrics in enumerate(read, done + 1 - len(read)):
+            row = {"step": step} | {
+                name: np.asarray(x).item() for name, x in metrics._asdict().items() if x is not None and np.ndim(x) == 0
+            }
+            row["tokens_per_s"] = round(tokens_per_s)
+            if step == done and heldout is not None:
+                row["heldout"] = heldout
+            self.history.rows.append(row)
+            if metrics.load is not None:
+                self.history.loads.append(metrics.load)
+            self._lines.write(_line(row))
+            for name, value in row.items():
+                if name != "step" and math.isfinite(value):  # of others the library prints a warning
+                    self._events.add_scalar(name, value, step)
+        self._lines.flush()
+
+
+def _line(row: dict[str, Any]) -> str:
+    lost = {name: None for name, x in row.items() if isinstance(x, float) and not math.isfinite(x)}
+    return json.dumps(row | lost) + "\n"
+
+
+def _rows(file: Path, last: int) -> list[dict[str, Any]]:
+    """The readable rows up to step `last`, null as NaN; a killed process may have left half a line."""
+    found = {}
+    for line in file.read_bytes().splitlines() if file.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        row = {name: math.nan if x is None else x for name, x in row.items()} if isinstance(row, dict) else {}
+        if all(isinstance(row.get(name), int | float) for name in ALWAYS) and row["step"] <= last:
+            found[row["step"]] = row
+    return [found[step] for step in sorted(found)]
+
+
+def plot_report(history: History, unit: str, path: Path, baseline: tuple[str, float] | None = None) -> None:
+    """Over the steps: losses of batches and held-out data, learning rate, gradient norm, and each layer's expert load.
+
+    Args:
+      baseline: name and loss of a dashed line.
+    """
+    layers = history.loads[0].shape[0] if history.loads else 0
+    heights = [4.0, 1.6, 1.6] + layers * [1.4]
+    figure = Figure(figsize=(8, sum(heights) + 1), layout="constrained")
+    loss, rate, norm, *loads = figure.subplots(len(heights), height_ratios=heights, sharex=True)
+    steps = [row["step"] for row in history.rows]
+    loss.plot(steps, history.loss, color="tab:blue", alpha=0.4, label="training batch")
+    loss.plot(*zip(*history.heldout, strict=True), color="tab:orange", marker="o", label="held-out")
+    if baseline is not None:
+        name, value = baseline
+        loss.axhline(value, color="tab:gray", linestyle="--", label=f"{name} ({value:.2f})")
+    loss.set(ylabel=unit, ylim=(0, None), title="Loss")
+    loss.legend()
+    rate.plot(steps, [row["learning_rate"] for row in history.rows])
+    rate.set(ylabel="learning rate")
+    norm.plot(steps, [row["gradient_norm"] for row in history.rows])
+    norm.set(ylabel="gradient norm", yscale="log")
+    if loads:
+        _plot_expert_load(loads, np.stack(history.loads), steps[-1])
+    figure.get_axes()[len(heights) - 1].set(xlabel="step")
+    figure.savefig(path, dpi=120)
+
+
+def _plot_expert_load(rows: list[Axes], load: np.ndarray, last: int) -> None:
+    """A heat map for each layer, experts over steps, of each expert's share [steps, layers, experts]; 1 is even."""
+    steps, _, experts = load.shape
+    style = {
+        "aspect": "auto",
+        "interpolation": "nearest",
+        "cmap": "coolwarm",
+        "vmin": 0,
+        "vmax": 2,
+        "extent": (last - steps + 0.5, last + 0.5, experts - 0.5, -0.5),
+    }
+    images = [axes.imshow(load[:, layer].T * experts, **style) for layer, axes in enumerate(rows)]
+    for layer, axes in enumerate(rows):
+        axes.set(ylabel=f"layer {layer}\nexpert")
+        axes.locator_params(axis="y", integer=True)
+    figure = rows[0].get_figure()
+    assert figure is not None
+    figure.colorbar(images[0], ax=rows, label="load (1 = fair share)", extend="max")
+
+
+def draw_grid(images: list[list[np.ndarray]], names: Sequence[str], path: Path, zoom: int = 6) -> None:
+    """Rows of uint8 [height, width, channels] images, centred in their columns under the names."""
+    gap, heading = 2 * zoom, 16
+    column_width = zoom * max(image.shape[1] for row in images for image in row) + gap
+    row_heights = [zoom * max(image.shape[0] for image in row) + gap for row in images]
+    canvas = Image.new("RGB", (column_width * len(names), heading + sum(row_heights)), "dimgray")
+    draw = ImageDraw.Draw(canvas)
+    for column, name in enumerate(names):
+        middle, top = column_width * column + column_width // 2, heading
+        draw.text((middle, heading // 2), one_line(name), fill="white", anchor="mm")
+        for row, row_height in zip(images, row_heights, strict=True):
+            height, width = (zoom * side for side in row[column].shape[:2])
+            # Pillow knows a gray image only without a channel axis.
+            pixels = Image.fromarray(row[column].squeeze(2) if row[column].shape[2] == 1 else row[column])
+            canvas.paste(
+                pixels.resize((width, height), Image.Resampling.NEAREST),
+                (middle - width // 2, top + (row_height - height) // 2),
+            )
+            top += row_height
+    canvas.save(path)
+
+
+def draw_captioned(
+    sections: Sequence[tuple[str, Sequence[np.ndarray], Sequence[str]]], path: Path, columns: int = 10
+) -> None:
+    """Sections of a title, uint8 [height, width, channels] images in rows, and a text below each image."""
+    cell, gap, line = 128, 8, 14
+    longest = cell // 6  # of the default font
+    canvases = []
+    for title, images, texts in sections:
+        rows = -(-len(images) // columns)
+        wrapped = [textwrap.wrap(one_line(text), longest)[:3] or [""] for text in texts]
+        high = cell + gap + line * max(map(len, wrapped))
+        canvas = Image.new("RGB", (columns * (cell + gap) + gap, 2 * line + rows * (high + gap)), "white")
+        draw = ImageDraw.Draw(canvas)
+        draw.text((canvas.width // 2, line), title, fill="black", anchor="mm")
+        for number, (image, lines) in enumerate(zip(images, wrapped, strict=True)):
+            left, top = gap + number % columns * (cell + gap), 2 * line + number // columns * (high + gap)
+            zoom = cell / max(image.shape[:2])
+            size = (round(image.shape[1] * zoom), round(image.shape[0] * zoom))
+            pixels = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image)
+            canvas.paste(pixels.resize(size, Image.Resampling.BICUBIC), (left + (cell - size[0]) // 2, top))
+            for place, text in enumerate(lines):
+                draw.text((left + cell // 2, top + cell + gap + place * line), text, fill="black", anchor="mm")
+        canvases.append(canvas)
+    whole = Image.new("RGB", (canvases[0].width, sum(canvas.height for canvas in canvases)), "white")
+    for number, canvas in enumerate(canvases):
+        whole.paste(canvas, (0, sum(before.height for before in canvases[:number])))
+    whole.save(path)

@@ -1,0 +1,55 @@
+"""Runs of a training command whose compiled step is kept, and what the step of every model must be."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+
+class Command(NamedTuple):
+    """A run of a command: its output, its folder, the compiled step, and the arguments of the first step."""
+
+    printed: str
+    out: Path
+    step: Any
+    first: Any
+
+
+def watched(module: ModuleType, out: Path, run: Callable[[], None]) -> Command:
+    """The run of a command of this module. Any implicit transfer in a step is an error."""
+    printed, seen, make_step = io.StringIO(), {}, module.make_step
+
+    def guarded_step(graphdef, preset, mesh):
+        seen.update(step=make_step(graphdef, preset, mesh))
+
+        def step(state, batch, key):
+            seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
+            with jax.transfer_guard("disallow"):
+                return seen["step"](state, batch, key)
+
+        return step
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(module, "make_step", guarded_step)
+        run()
+    return Command(printed.getvalue(), out, **seen)
+
+
+def check_step(command: Command) -> None:
+    """It is compiled once, never meets the host, donates the whole state, and gives the same bits each time."""
+    assert command.step._cache_size() == 1
+    state, *given = command.first
+    put = lambda: jax.device_put(state, jax.devices()[0])
+    text = command.step.lower(put(), *given).compile().as_text()
+    for word in ("callback", "outfeed", "infeed", "send(", "recv(", "S(5)"):  # S(5) is host memory
+        assert word not in text
+    aliases = text.split("input_output_alias={", 1)[1].splitlines()[0]
+    assert aliases.count("-alias)") == len(jax.tree.leaves(state)), "the whole state is donated"
+    one, other = (command.step(put(), *given)[0] for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, one, other)

@@ -5,7 +5,7 @@ VENV ?= .venv
 CUDA ?=
 ARGS ?=
 # The benchmarks of `make bench`. With ARGS, name one: each has its own options.
-BENCH ?= grouped_matmul adaln packed_attention quantize fp8_matmul fp8_grouped_matmul route router permute moe modality_grouped_matmul unseen_shapes expert_loop train_step
+BENCH ?= grouped_matmul adaln packed_attention quantize fp8_matmul fp8_grouped_matmul route router permute moe modality_grouped_matmul unseen_shapes train_step
 
 BIN := $(VENV)/bin
 comma := ,
@@ -46,7 +46,7 @@ mutate: $(VENV)/.has-test,mutate$(with_cuda)  ## change one operator or number a
 	cosmic-ray exec config.toml session && cr-report --surviving-only --show-diff session
 
 bench: $(VENV)/.has-bench$(with_cuda)  ## measure on the GPU, beside every peer that can be imported: BENCH=adaln ARGS="--shapes t65536_d3072"
-	@failed=0; for name in $(BENCH); do $(BIN)/python -m benchmarks.bench_$$name $(ARGS) || failed=1; done; exit $$failed
+	@failed=0; for name in $(BENCH); do $(BIN)/python -m benchmarks $$name $(ARGS) || failed=1; done; exit $$failed
 
 tune: $(VENV)/.has-bench$(with_cuda)  ## tune a shape for this GPU: ARGS="grouped-matmul --shape 8,32768,4096,14336"
 	$(BIN)/python -m jaxops.tuning $(ARGS)

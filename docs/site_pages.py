@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, page, **kwargs) -> str:
         picture, text, path, anchor = link[1], link[2], link[3], link[4] or ""
         source = posixpath.normpath(posixpath.join(folder, path))
         target = PAGES.get(source) or PICTURES.get(source)
-        if target is None and source.startswith("docs/"):
+        if target is None and source.startswith("docs/") and not source.startswith("docs/notes/"):
             target = source.removeprefix("docs/")
         if target is None:
             return text

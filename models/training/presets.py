@@ -194,7 +194,7 @@ PRESETS = {
         eval_every=250,
     ),
     # 118 million, 42 million active, nine tenths in linear layers with sides divisible by 128: for
-    # `benchmarks.bench_precision`.
+    # `benchmarks.training.bench_precision`.
     "wide": Preset(
         of_bytes(layers=4, width=1024, heads=8, experts=8, hidden=1024),
         context=512,

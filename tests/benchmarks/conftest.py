@@ -1,6 +1,7 @@
 """What every test of a benchmark runs under."""
 
 import math
+import sys
 import types
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 from jax._src.nn import initializers
 
 from benchmarks import harness
+from benchmarks.peers import torch_collective
+from benchmarks.peers.torch_process import TorchProcess
 from tests.arrays import put
 
 
@@ -38,3 +41,19 @@ def _numpy_draws(request, monkeypatch):
     numbers = types.SimpleNamespace(**(vars(random) | {"normal": first, "truncated_normal": cut}))
     monkeypatch.setattr(initializers, "random", numbers)
     monkeypatch.setattr(harness, "normal", drawn)
+
+
+@pytest.fixture
+def torch_answers(monkeypatch):
+    """(source of a process) -> None: it answers in torch's place."""
+
+    def use(source: str) -> None:
+        class Fake(TorchProcess):
+            def __init__(self, **options):
+                super().__init__(**options)
+                self._command = [sys.executable, "-c", source]
+
+        for module in (harness, torch_collective):
+            monkeypatch.setattr(module, "TorchProcess", Fake)
+
+    return use

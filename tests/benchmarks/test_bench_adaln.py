@@ -1,16 +1,17 @@
 """The AdaLN benchmark: sequences, bytes and checks; a run on a CPU with a fake torch; the report of its rows."""
 
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bench_adaln, checks, harness, peers_adaln, report, shapes
-from benchmarks.bench_adaln import SMOKE, Case
-from benchmarks.peers_torch import TorchProcess
+from benchmarks import harness, shapes
+from benchmarks.harness import checks, report
+from benchmarks.ops import bench_adaln
+from benchmarks.ops.bench_adaln import SMOKE, Case
+from benchmarks.peers import adaln as peers_adaln
 from tests.command_line import run
 
 FAKE_TORCH = """
@@ -114,19 +115,9 @@ def test_the_backward_alone_gives_the_same_gradients():
         )
 
 
-def test_an_unknown_peer_is_named():
-    with pytest.raises(ValueError, match="write xla"):
-        peers_adaln.jax_side("adaln", "liger")
-
-
 @pytest.fixture
-def fake_torch(monkeypatch):
-    class Fake(TorchProcess):
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
-            self._command = [sys.executable, "-c", FAKE_TORCH]
-
-    monkeypatch.setattr(bench_adaln, "TorchProcess", Fake)
+def fake_torch(torch_answers):
+    torch_answers(FAKE_TORCH)
 
 
 def test_smoke_run_writes_a_row_a_case_and_side(tmp_path, fake_torch):
@@ -172,7 +163,3 @@ def test_a_failed_check_writes_no_row_and_fails_the_run(tmp_path, monkeypatch):
     assert "left out: pallas at adaln smoke unequal fwd: ArithmeticError: wrong result" in result.output
     rows = [json.loads(line) for line in (tmp_path / "adaln.jsonl").read_text().splitlines()]
     assert [(row["op"], row["backend"]) for row in rows] == [("copy", "xla"), ("adaln", "xla")]
-
-
-def test_without_a_gpu_nothing_lands_among_the_results():
-    assert run(bench_adaln.main).exit_code == 2

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxops
-from benchmarks import before, bench_before, harness
-from benchmarks.before_cases import OPS, cases_of
+from benchmarks import harness
+from benchmarks.harness import before
+from benchmarks.ops import bench_before
+from benchmarks.ops.before_cases import OPS, cases_of
 from tests.command_line import run
 
 # Of each op one or two programs: each takes a second to compile.
@@ -43,7 +45,7 @@ def test_the_copy_uses_its_own_modules_rows_and_cache(folder):
 
 
 def test_without_a_copy_the_command_is_named(tmp_path):
-    with pytest.raises(ImportError, match=r"python -m benchmarks\.before COMMIT"):
+    with pytest.raises(ImportError, match=r"python -m benchmarks\.harness\.before COMMIT"):
         before.load_before(tmp_path)
 
 

@@ -1,16 +1,15 @@
 """Products across host devices: every code path, the checks before the times, a fake torch."""
 
 import json
-import sys
 
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from benchmarks import bench_collective_matmul, harness, peers_torch_collective
-from benchmarks.bench_collective_matmul import SMOKE
-from benchmarks.collective_sides import AXIS, GATHER, MLP, OWN, SCATTER, SIDES
-from benchmarks.peers_torch import TorchProcess
+from benchmarks import harness
+from benchmarks.ops import bench_collective_matmul
+from benchmarks.ops.bench_collective_matmul import SMOKE
+from benchmarks.ops.collective_sides import AXIS, GATHER, MLP, OWN, SCATTER, SIDES
 from tests.command_line import run
 from tests.devices import needs_four
 
@@ -31,13 +30,8 @@ SMOKE_RUN = ("--smoke", "--rounds", "1", "--out")
 
 
 @pytest.fixture(autouse=True)
-def fake_torch(monkeypatch):
-    class Fake(TorchProcess):
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
-            self._command = [sys.executable, "-c", FAKE_TORCH]
-
-    monkeypatch.setattr(peers_torch_collective, "TorchProcess", Fake)
+def fake_torch(torch_answers):
+    torch_answers(FAKE_TORCH)
 
 
 @pytest.fixture(autouse=True)
@@ -91,10 +85,3 @@ def test_a_wrong_result_is_not_written(tmp_path, monkeypatch):
     assert result.output.count("wrong result") == 2
     rows = [json.loads(line) for line in (tmp_path / "collective_matmul.jsonl").read_text().splitlines()]
     assert [row["backend"] for row in rows] == ["xla", "xla"]
-
-
-def test_a_time_limit(tmp_path):
-    result = run(bench_collective_matmul.main, *SMOKE_RUN, str(tmp_path), "--time-limit", "0", "--sides", "xla")
-    assert result.exit_code == 0, result.output
-    assert "left out: m1000_k64_n256 mlp: the time limit" in result.output
-    assert not list(tmp_path.iterdir())

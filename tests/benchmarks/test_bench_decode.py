@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import bench_decode, checks
-from benchmarks.bench_decode import OURS, OURS_FP8, QWEN3_30B, SMOKE, Workload
+from benchmarks.harness import checks
+from benchmarks.training import bench_decode
+from benchmarks.training.bench_decode import OURS, OURS_FP8, QWEN3_30B, SMOKE, Workload
 from models.decoder import Experts
-from models.generate.sampling import Sampling
-from models.generate.slots import Fixed, advance
 from tests.command_line import run
-from tests.hopper import on_h200
 
 ARGUMENTS = ("--smoke", "--batches", "3", "--calls", "1")
 # Two layers take half as long again to compile; `test_experts_that_are_counted` has both.
@@ -97,23 +94,3 @@ def test_bytes_of_the_real_sizes(side):
         48 * (attention * each + norms_and_router) + 4 * 2048 + head + embedding, rel=1e-6
     )
     assert read["cache"] == 48 * 1000 * 2 * 4 * 128 * 2
-
-
-@pytest.mark.parametrize("side", [OURS, OURS_FP8])
-def test_the_real_sizes_fit_and_take_the_kernels(side):
-    """Weights and caches of 256 rows leave 30 % of 139 GiB free; one layer is traced as on an H200."""
-    config, batch = bench_decode.configured(Workload("", QWEN3_30B, 0), side), 256
-    graphdef, shapes = bench_decode.shapes_of(config)
-    cache = bench_decode.row_shapes(graphdef, shapes, batch, 1152).cache
-    assert bench_decode.nbytes((shapes, cache)) < 0.7 * 139 * 2**30
-    with on_h200():
-        graphdef, shapes = bench_decode.shapes_of(dataclasses.replace(config, layers=1))
-        rows = bench_decode.row_shapes(graphdef, shapes, batch, 1152)
-        stop = jax.ShapeDtypeStruct((batch,), jnp.bool_)
-        program: Any = advance
-        traced = program.trace(Fixed(graphdef, Sampling(), ()), shapes, rows, stop, bench_decode.STEPS)
-    assert ("fp8_matmul" if side == OURS_FP8 else "grouped_glu") in str(traced.jaxpr)
-
-
-def test_without_a_gpu_nothing_lands_among_the_results():
-    assert run(bench_decode.main).exit_code == 2

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import typer
 
-from benchmarks import checks, harness, shapes
-from benchmarks.harness import normal
-from benchmarks.peers_jax import dense_passes, jax_peer, jaxops_passes, vjp_passes
+from benchmarks import harness, shapes
+from benchmarks.harness import checks, normal
+from benchmarks.peers.jax_passes import jaxops_passes, vjp_passes
 from benchmarks.shapes import GroupedShape
 
 SHAPE = GroupedShape("tiny", 3, 40, 16, 24)
@@ -108,19 +108,6 @@ def test_a_result_of_another_shape_is_refused(inputs):
     offsets = shapes.group_offsets(shapes.group_sizes("balanced", SHAPE.G, SHAPE.M))
     with pytest.raises(ValueError, match=r"fwd returned \(40, 16\), it must be \(40, 24\)"):
         checks.grouped_errors("fwd", SHAPE, inputs[0], inputs, offsets)
-
-
-def test_dense_peer_multiplies_one_matrix(inputs):
-    lhs, rhs, dout = inputs
-    passes = dense_passes()
-    assert passes["fwd"](lhs, rhs[0], dout, None, None).shape == dout.shape
-    assert passes["dgrad"](lhs, rhs[0], dout, None, None).shape == lhs.shape
-    assert passes["wgrad"](lhs, rhs[0], dout, None, None).shape == rhs[0].shape
-
-
-def test_an_unknown_peer_is_named():
-    with pytest.raises(ValueError, match="write ragged_dot"):
-        jax_peer("cutlass")
 
 
 def test_ceilings_take_the_one_that_binds():

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bench_offload, harness
-from benchmarks.bench_offload import CASES, JAX_REMAT, KEEP, OFFLOAD, hidden_copies, largest, without_jaxops
-from benchmarks.traces import Event, draw_trace, read_trace, write_trace
+from benchmarks import harness
+from benchmarks.harness.traces import Event, draw_trace, read_trace, write_trace
+from benchmarks.training import bench_offload
+from benchmarks.training.bench_offload import JAX_REMAT, KEEP, OFFLOAD, hidden_copies, largest, without_jaxops
 from jaxops.offload import Policy
 from models import layers
 from tests.anew import traced_anew
@@ -100,10 +101,3 @@ def test_largest():
     needed = {(KEEP, 1): 120, (OFFLOAD, 2): 104, (OFFLOAD, 4): 108}
     assert largest(needed, OFFLOAD, 130) == 15
     assert largest(needed, KEEP, 130) is None
-
-
-def test_rows_of_a_batch():
-    """A decoder's row is a context, a DiT's the tokens of its largest image."""
-    policy = Policy(offload=("carry",))
-    decoder, dit = (CASES[name].resized(3, policy) for name in ("decoder_7b", "dit_7b"))
-    assert (decoder.batch, decoder.model.policy, dit.tokens, dit.policy) == (3, policy, 3 * dit.longest, policy)

@@ -1,15 +1,15 @@
-"""The permutation benchmark's bytes, kernels and check, and its own path on a CPU."""
+"""The permutation benchmark's bytes, kernels and check."""
 
-import json
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import bench_permute, checks, harness, shapes_moe
-from benchmarks.bench_permute import DTYPE, OPS, PASSES, SMOKE, Case
-from tests.command_line import run
+from benchmarks.harness import checks
+from benchmarks.ops import bench_permute
+from benchmarks.ops.bench_permute import DTYPE, OPS, PASSES, SMOKE, Case
+from benchmarks.shapes import moe as shapes_moe
 from tests.hopper import lower_for_h200
 
 CASES = [Case(SMOKE, op, pass_name) for op in OPS for pass_name in PASSES]
@@ -44,27 +44,7 @@ def test_the_check_passes_what_is_right_and_fails_what_is_not():
     inputs, routing = bench_permute.make_inputs(SMOKE), bench_permute.make_routing(SMOKE)
     for case in CASES:
         parts = jax.jit(bench_permute.side(case, "xla"))(inputs, routing)
-        assert bench_permute.errors(parts, parts) == (0, 0)
+        assert checks.worst_errors(parts, parts) == (0, 0)
         for name, values in parts.items():
             for wrong in (values.at[5].multiply(1.2), jnp.roll(values, 1, axis=0), values.at[5, 0].set(jnp.nan)):
-                assert not checks.within_limits(*bench_permute.errors(parts | {name: wrong}, parts), DTYPE)
-
-
-def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
-    result = run(bench_permute.main, "--smoke", "--out", str(tmp_path), "--rounds", "1")
-    assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in (tmp_path / "permute.jsonl").read_text().splitlines()]
-    assert rows[0]["op"] == "copy"
-    assert [(row["op"], row["pass"], row["backend"]) for row in rows[1:]] == [
-        (o, p, b) for o in OPS for p in PASSES for b in ("pallas", "xla")
-    ]
-    for row in rows:
-        assert set(harness.ROW_KEYS) <= set(row)
-        assert (row["vs"] != {}) == (row["backend"] == "pallas")
-    for row in rows[1:]:
-        assert row["gbps"] == pytest.approx(SMOKE.moved_bytes(row["op"], row["pass"]) / row["us_p50"] / 1e3, rel=1e-2)
-    assert rows[1]["shape"] == {"T": 40, "D": 96, "E": 8, "k": 3}
-
-
-def test_without_a_gpu_nothing_lands_among_the_results():
-    assert run(bench_permute.main).exit_code == 2
+                assert not checks.within_limits(*checks.worst_errors(parts | {name: wrong}, parts), DTYPE)

@@ -1,14 +1,12 @@
-"""The routing benchmark's bytes and checks, and its own path on a CPU."""
-
-import json
+"""The routing benchmark's bytes and checks."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import bench_route, harness, shapes_moe
-from benchmarks.bench_route import SMOKE, Case
-from tests.command_line import run
+from benchmarks.ops import bench_route
+from benchmarks.ops.bench_route import SMOKE, Case
+from benchmarks.shapes import moe as shapes_moe
 
 
 def test_bytes_are_those_of_every_input_and_output():
@@ -32,21 +30,3 @@ def test_the_check_passes_what_is_right_and_fails_what_is_not():
     )
     with pytest.raises(ArithmeticError, match=r"only 0\.\d+ of the tokens"):
         bench_route.errors(others, parts)
-
-
-def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
-    result = run(bench_route.main, "--smoke", "--out", str(tmp_path), "--rounds", "1")
-    assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in (tmp_path / "route.jsonl").read_text().splitlines()]
-    assert rows[0]["op"] == "copy"
-    assert [(row["pass"], row["backend"]) for row in rows[1:]] == [
-        (p, b) for p in bench_route.PASSES for b in ("pallas", "xla")
-    ]
-    for row in rows:
-        assert set(harness.ROW_KEYS) <= set(row)
-        assert (row["vs"] != {}) == (row["backend"] == "pallas")
-    assert rows[1]["shape"] == {"T": 40, "E": 16, "k": 3}
-
-
-def test_without_a_gpu_nothing_lands_among_the_results():
-    assert run(bench_route.main).exit_code == 2

@@ -1,13 +1,11 @@
-"""The router benchmark's bytes and sides, and its own path on a CPU."""
-
-import json
+"""The router benchmark's bytes and sides."""
 
 import jax
 import pytest
 
-from benchmarks import bench_router, harness, shapes_moe
-from benchmarks.bench_router import PASSES, SMOKE, Case
-from tests.command_line import run
+from benchmarks.ops import bench_router
+from benchmarks.ops.bench_router import PASSES, SMOKE, Case
+from benchmarks.shapes import moe as shapes_moe
 
 
 def test_bytes_are_those_of_every_input_and_output():
@@ -33,16 +31,3 @@ def test_only_xla_asks_for_float32(pass_name):
     }
     assert found["xla"] > 0
     assert found["tf32"] == 0
-
-
-def test_smoke_run_writes_a_row_a_case_and_side(tmp_path):
-    result = run(bench_router.main, "--smoke", "--out", str(tmp_path), "--rounds", "1")
-    assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in (tmp_path / "router.jsonl").read_text().splitlines()]
-    assert rows[0]["op"] == "copy"
-    assert [(row["pass"], row["backend"]) for row in rows[1:]] == [
-        (p, b) for p in PASSES for b in ("jaxops", "xla", "tf32")
-    ]
-    for row in rows:
-        assert set(harness.ROW_KEYS) <= set(row)
-        assert (set(row["vs"]) == {"xla", "tf32"}) == (row["backend"] == "jaxops")

@@ -6,8 +6,8 @@ import json
 import pytest
 import typer
 
-from benchmarks import bench_scaling
-from benchmarks.meshes import file_name, meshes_of
+from benchmarks.training import bench_scaling
+from benchmarks.training.meshes import file_name, meshes_of
 from jaxops.profiling.trace import Event
 from tests.command_line import run
 from tests.devices import needs_four
@@ -45,13 +45,6 @@ def test_smoke_run(tmp_path):
     assert mesh["loss_apart"] < 1e-4
     assert mesh["loss_apart_alone"] == whole["loss_apart_alone"] < 1e-4
     assert mesh["peak_bytes"] < whole["peak_bytes"]
-
-
-def test_a_time_limit(tmp_path):
-    result = run(bench_scaling.main, *SMOKE, "--out", str(tmp_path), "--time-limit", "0")
-    assert result.exit_code == 0, result.output
-    assert "left out: moe_smoke fsdp=4" in result.output
-    assert not list(tmp_path.iterdir())
 
 
 @needs_four
@@ -94,29 +87,10 @@ def test_meshes():
     assert [case.name for case in too_large] == [names[0], *names[3:]]
 
 
-@needs_four
-@pytest.mark.parametrize(
-    ("meshes", "error"),
-    [("pipeline", "is not one of"), ("fsdp+tensor=2", "is not one of"), ("fsdp=2", "is for 2 devices")],
-)
-def test_a_wrong_mesh_is_an_error_before_anything_is_compiled(tmp_path, meshes, error):
-    result = run(bench_scaling.main, *SMOKE[:3], "--meshes", meshes, "--out", str(tmp_path))
-    assert result.exit_code == 2
-    assert error in " ".join(result.output.split())
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("setting", ["model.layer=2", "batch=none", "batch"])
 def test_a_wrong_setting(setting):
     with pytest.raises(typer.BadParameter, match=setting.partition("=")[0]):
         bench_scaling.changed(bench_scaling.SMOKE["lm"], [setting])
-
-
-def test_another_depth():
-    for name, key in (("30b", "model.layers"), ("dit", "layers")):
-        sizes = bench_scaling.changed(bench_scaling.WORKLOADS[name], [f"{key}=20"])
-        assert sizes.name == f"{bench_scaling.WORKLOADS[name].name}_20_layers"
-        assert getattr(sizes.preset, "model", sizes.preset).layers == 20
 
 
 def test_what_is_exposed():

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks import shapes, shapes_moe
-from benchmarks.bench_unseen_shapes import unseen
+from benchmarks import shapes
+from benchmarks.ops.bench_unseen_shapes import unseen
+from benchmarks.shapes import moe as shapes_moe
 
 
 @pytest.mark.parametrize("dist", shapes.DISTS)

@@ -3,15 +3,13 @@
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 
-from benchmarks import bench_train_step, harness
+from benchmarks import harness
+from benchmarks.training import bench_train_step
 from models.data.packing import Batch
-from models.dit.model import DiT, DiTConfig
-from models.training.presets import DIT_PRESETS, PRESETS
+from models.training.presets import PRESETS
 from tests.command_line import run
 
 
@@ -54,15 +52,3 @@ def test_flops_of_the_language_model():
     assert bench_train_step.lm_flops(preset, Batch(documents, documents, documents)) == pytest.approx(
         work + 12 * c.layers * 2048 * pairs, rel=1e-6
     )
-
-
-def test_the_large_diffusion_transformer():
-    preset = DIT_PRESETS["1b"]
-    sizes = DiTConfig(preset.layers, preset.width, preset.heads, token=16, classes=1000, longest=preset.longest)
-    shapes = nnx.state(nnx.eval_shape(lambda: DiT(sizes, rngs=nnx.Rngs(0))))
-    assert sum(p.size for p in jax.tree.leaves(shapes)) == pytest.approx(1.03e9, rel=0.02)
-    batch = bench_train_step.images(preset, sizes, 0)
-    lengths = np.diff(batch.sequence_offsets[0])
-    assert preset.tokens - preset.longest < lengths.sum() <= preset.tokens
-    assert lengths[lengths > 0].min() >= 256
-    np.testing.assert_array_equal(np.prod(batch.grids[0], axis=1)[lengths > 0], lengths[lengths > 0])

@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 
-from benchmarks import bench_unseen_shapes, harness, shapes
-from benchmarks.bench_unseen_shapes import DISTS, SMOKE, few, unseen
+from benchmarks import harness, shapes
+from benchmarks.ops import bench_unseen_shapes
+from benchmarks.ops.bench_unseen_shapes import DISTS, SMOKE, few, unseen
 from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.planning import device
 from jaxops._lib.planning.device import Device

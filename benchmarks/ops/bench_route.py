@@ -1,0 +1,149 @@
+"""route: jaxops' kernels beside jnp (top_k, a sort, JAX's gradients), in GB/s beside the copy bandwidth.
+
+python -m benchmarks route                                    # everything: 6 shapes, fwd and fwd+bwd
+python -m benchmarks route --shapes dsv3_t32768 --passes fwd --peers ""
+python -m benchmarks route --smoke --out /tmp/x               # a tiny shape, every code path, CPU too
+
+A call takes tens of microseconds. Measured is the kernels' time on the device, without the gaps between them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import typer
+
+import jaxops
+from benchmarks import harness
+from benchmarks.harness import checks
+from benchmarks.shapes import moe as shapes_moe
+from benchmarks.shapes.moe import RouteShape
+
+PASSES = ("fwd", "fwd+bwd")
+SMOKE = RouteShape("smoke", 40, 16, 3, expert_groups=4, top_expert_groups=2)
+# Part of the tokens that choose the same experts in every backend: sums of two scores, which choose the groups, may
+# round differently.
+LEAST_SAME = 0.999
+
+Named = dict[str, jax.Array]
+
+
+@dataclasses.dataclass
+class Case:
+    shape: RouteShape
+    pass_name: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.shape.name} {self.pass_name}"
+
+
+def make_inputs(shape: RouteShape) -> Named:
+    """Logits, the selection bias where there are groups, and the weights' cotangent."""
+    inputs = {
+        "logits": harness.normal(0, (shape.T, shape.E), jnp.float32),
+        "dweights": harness.normal(1, (shape.T, shape.k), jnp.float32),
+    }
+    return inputs | (
+        {"selection_bias": 0.1 * harness.normal(2, (shape.E,), jnp.float32)} if shape.expert_groups > 1 else {}
+    )
+
+
+def side(case: Case, backend: str) -> Callable[[Named], Named]:
+    """inputs -> the fields of a Routing by name, and dlogits in fwd+bwd."""
+
+    def forward(logits: jax.Array, inputs: Named) -> Named:
+        return vars(
+            jaxops.route(
+                logits, case.shape.k, selection_bias=inputs.get("selection_bias"), **case.shape.options, backend=backend
+            )
+        )
+
+    def both(inputs: Named) -> Named:
+        def loss(logits):
+            parts = forward(logits, inputs)
+            weighted = jnp.sum(parts["weights"] * inputs["dweights"])
+            return weighted + 0.01 * parts["aux_loss"] + 0.001 * parts["z_loss"], parts
+
+        (_, parts), dlogits = jax.value_and_grad(loss, has_aux=True)(inputs["logits"])
+        return parts | {"dlogits": dlogits}
+
+    return both if case.pass_name == "fwd+bwd" else lambda inputs: forward(inputs["logits"], inputs)
+
+
+@jax.jit
+def right_rows(parts: Named) -> jax.Array:
+    """Four booleans: tokens, experts, load and order. Each choice has one row, sorted by expert, then by token."""
+    T, k = parts["experts"].shape
+    positions, offsets = parts["row_positions"], parts["group_offsets"]
+    token = jnp.broadcast_to(jnp.arange(T)[:, None], (T, k))
+    row = jnp.arange(T * k)
+    expert_of_row = jnp.searchsorted(offsets, row, side="right") - 1
+    inside_an_expert = expert_of_row[1:] == expert_of_row[:-1]
+    tests = (
+        jnp.all(parts["row_indices"][positions] == token),
+        jnp.all(expert_of_row[positions] == parts["experts"]),
+        jnp.all(jnp.diff(offsets) == parts["load"]),
+        jnp.all(jnp.where(inside_an_expert, jnp.diff(parts["row_indices"]) > 0, True)),
+    )
+    return jnp.stack(tests)
+
+
+def errors(parts: Named, want: Named) -> tuple[float, float]:
+    """(largest, RMS) error of weights, losses and gradient over their RMS, the worst, of tokens with equal choices.
+
+    Raises:
+      ArithmeticError: wrong rows, or other choices than the wanted ones in more than a few tokens.
+    """
+    found = right_rows(parts)
+    if not bool(jnp.all(found)):
+        raise ArithmeticError(f"wrong result: tokens, experts, load, order of the rows are right: {found.tolist()}")
+    same = jnp.all(parts["experts"] == want["experts"], axis=1)
+    if float(jnp.mean(same)) < LEAST_SAME:
+        raise ArithmeticError(f"wrong result: only {float(jnp.mean(same)):.4f} of the tokens chose the same experts")
+    of_parts = []
+    for name in ("weights", "dlogits", "aux_loss", "z_loss"):
+        if name in want:
+            rows = same[:, None] if want[name].ndim else True
+            got, wanted = (jnp.where(rows, values[name], 0).reshape(1, -1) for values in (parts, want))
+            of_parts.append(checks.relative_errors(got, wanted))
+    max_err, rms_err = jnp.max(jnp.stack(of_parts), axis=0)  # passes NaN on
+    return float(max_err), float(rms_err)
+
+
+def ready_side(name: str, case: Case, inputs: Named, want: Named) -> harness.Ready:
+    check = lambda parts: checks.demand_right(*errors(parts, want), "float32")
+    return harness.checked(name, harness.compile_fits(side(case, name), inputs), (inputs,), check)
+
+
+def measure_case(run: harness.Run, case: Case, inputs: Named) -> None:
+    """Checks, times and writes every side of one case."""
+    want = jax.jit(side(case, "xla"))(inputs)
+    moved = case.shape.moved_bytes(case.pass_name)
+    row = harness.case_of("route", case.pass_name, case.shape, "float32")
+    makers = run.sides("pallas", ready_side, case, inputs, want)
+    run.measure("pallas", case.label, row, makers, "gbps", moved, cold=harness.cold(moved))
+
+
+def main(
+    shape_names: str = harness.shapes_option(shapes_moe.ROUTES),
+    passes: str = typer.Option(",".join(PASSES)),
+    peers: str = typer.Option("xla", help='"" for none.'),
+    out: str = harness.OUT,
+    rounds: int = typer.Option(5),
+    smoke: bool = harness.SMOKE,
+) -> None:
+    """Appends to <out>/route.jsonl; exits with 1 if jaxops itself failed somewhere."""
+    file = harness.begin("route", out, smoke)
+    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=harness.names(peers))
+    for shape in [SMOKE] if smoke else [shapes_moe.ROUTES[name] for name in shape_names.split(",")]:
+        inputs = make_inputs(shape)
+        for pass_name in passes.split(","):
+            measure_case(run, Case(shape, pass_name), inputs)
+        run.done(shape.name)
+    harness.end(run.left_out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""The other libraries that are measured beside jaxops."""

@@ -1,0 +1,114 @@
+"""Ways to attend within packed sequences, each a function of packed q [T, N, H] and k, v [T, K, H].
+
+What they need to know about the lengths is made before the measurement.
+"""
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import jaxops
+from benchmarks.harness.packing import Sequences, to_blocks, to_packed
+from jaxops.ops.packed_attention import Plan
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Sequences], jax.Array]
+
+
+def own(plan: Plan | None = None, hints: bool = False) -> Attend:
+    """`jaxops.packed_attention`: as a user calls it, or by a plan; hints: with the longest sequence's length."""
+
+    def attend(q, k, v, sequences):
+        how: dict[str, Any] = {"plan": plan} | ({"longest": sequences.longest} if hints else {})
+        how |= {"visible_until": sequences.until} if sequences.mask == "text_and_images" else {}
+        return jaxops.packed_attention(q, k, v, sequences.offsets, causal=sequences.mask == "causal", **how)
+
+    return attend
+
+
+def masked(implementation: Literal["xla", "cudnn"]) -> Attend:
+    """jax.nn.dot_product_attention with a boolean [T, T] mask. cuDNN takes it as a bias."""
+
+    def attend(q, k, v, sequences):
+        row = jnp.arange(q.shape[0], dtype=jnp.int32)
+        mask = (sequences.ids[:, None] == sequences.ids[None, :]) & (row[None, :] < sequences.until[:, None])
+        how: dict[str, Any] = {"mask": mask[None, None], "implementation": implementation}
+        return jax.nn.dot_product_attention(q[None], k[None], v[None], **how)[0]
+
+    return attend
+
+
+def padded(implementation: Literal["xla", "cudnn"]) -> Attend:
+    """jax.nn.dot_product_attention on blocks as long as the longest sequence; conversions included."""
+
+    def attend(q, k, v, sequences):
+        lengths = jnp.diff(sequences.offsets)
+        q, k, v = (to_blocks(x, sequences) for x in (q, k, v))
+        how: dict[str, Any] = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+        if sequences.mask == "text_and_images":
+            rows, _ = sequences.rows()
+            how = {"mask": (rows[:, None, :] < sequences.until[rows][:, :, None])[:, None]} | how
+        causal = sequences.mask == "causal"
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation, **how)
+        return to_packed(out, sequences)
+
+    return attend
+
+
+def pallas_mha(backward_block: int) -> Attend:
+    """JAX's Pallas kernel with segment_ids: it computes all T * T pairs, masked."""
+
+    def attend(q, k, v, sequences):
+        if sequences.mask == "text_and_images":
+            raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention has no mask by row")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            attention = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        back = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), backward_block)
+        how = {
+            "sm_scale": q.shape[-1] ** -0.5,
+            "causal": sequences.mask == "causal",
+            "block_sizes": attention.BlockSizes(block_q=128, block_k=128, **back),
+            "interpret": jax.default_backend() != "gpu",
+        }
+        return attention.mha(q[None], k[None], v[None], sequences.ids[None], **how)[0]
+
+    return attend
+
+
+SIDES: dict[str, Attend] = {
+    "jaxops": own(),
+    "jaxops_longest": own(hints=True),
+    "jaxops_cudnn": own(Plan("cudnn")),
+    "jaxops_pallas": own(Plan("pallas")),
+    "jaxops_blocks": own(Plan("xla", way="blocks")),
+    "jaxops_banded": own(Plan("xla", way="banded"), hints=True),
+    "xla_mask": masked("xla"),
+    "xla_padded": padded("xla"),
+    "cudnn_mask": masked("cudnn"),
+    "cudnn_padded": padded("cudnn"),
+    "pallas_mha_32": pallas_mha(32),
+    "pallas_mha_64": pallas_mha(64),
+}
+TORCH = "torch_flash"  # in a process of its own: torch_attention.py
+
+
+def fwd(attend: Attend) -> Callable:
+    return lambda q, k, v, dout, sequences: {"out": attend(q, k, v, sequences)}
+
+
+def fwd_bwd(attend: Attend) -> Callable:
+    """The result and all gradients, so that XLA drops nothing."""
+
+    def both(q, k, v, dout, sequences):
+        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, sequences), q, k, v)
+        return {"out": out} | dict(zip(("dq", "dk", "dv"), vjp(dout), strict=True))
+
+    return both
+
+
+PASSES = {"fwd": fwd, "fwd+bwd": fwd_bwd}

@@ -1,0 +1,111 @@
+"""FlashAttention over packed sequences in torch: what torch's process prepares for the attention benchmark.
+
+Of FlashAttention-3, FlashAttention-2 and torch's own `varlen_attn`, the fastest that can be imported and is right.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.torch_process import Card, Worst
+from benchmarks.shapes import group_offsets, sequence_lengths
+
+WAYS = ("flash_attn_interface", "flash_attn", "torch.nn.attention.varlen")
+_NAMES = ("q", "k", "v", "dout")
+
+
+class Worker:
+    def __init__(self, card: Card):
+        self.card, self.torch = card, card.torch
+        self.sizes: tuple | None = None
+        self.tensors: dict[str, Any] = {}
+        self.call: Callable = lambda: None
+
+    def prepare(self, **request) -> dict:
+        """Fixes the call that is timed."""
+        T, N, K, H = (request[key] for key in "TNKH")
+        if request["mask"] not in ("whole", "causal"):
+            raise NotImplementedError(f"torch's flash attention has no mask {request['mask']!r}")
+        self._allocate(T, N, K, H)
+        offsets = group_offsets(sequence_lengths(request["dist"], request["sequences"], T))
+        causal, backward = request["mask"] == "causal", request["pass"] != "fwd"
+        took: dict[str, tuple[float, Callable]] = {}
+        refusals = []
+        for way in WAYS:
+            try:
+                call = self._call_of(way, offsets, causal, backward)
+                took[way] = min(self.card.time_us(call, 2)), call
+            except (ImportError, AttributeError, RuntimeError, TypeError, NotImplementedError) as error:
+                refusals.append(f"{way}: {type(error).__name__}: {str(error)[:120]}")
+        for way in sorted(took, key=lambda way: took[way][0]):
+            us, self.call = took[way]
+            max_err, rms_err = self._errors(self.call(), offsets, causal)
+            if max_err <= request["limits"][0] and rms_err <= request["limits"][1]:
+                recipe = f"torch {self.torch.__version__}, {way}"
+                return {"us": us, "recipe": recipe, "max_err": max_err, "rms_err": rms_err, "refusals": refusals}
+            refusals.append(f"{way}: wrong result: {max_err:.2e}, RMS {rms_err:.2e}")
+        raise RuntimeError("; ".join(refusals))
+
+    def release(self) -> None:
+        self.call, self.sizes, self.tensors = lambda: None, None, {}
+        self.card.empty_cache()
+
+    def _allocate(self, T: int, N: int, K: int, H: int) -> None:
+        if (sizes := (T, N, K, H)) == self.sizes:
+            return
+        self.release()
+        self.torch.manual_seed(0)
+        for name, heads in zip(_NAMES, (N, K, K, N), strict=True):
+            self.tensors[name] = self.card.randn(T, heads, H).requires_grad_(name != "dout")
+        self.sizes = sizes
+
+    def _call_of(self, way: str, offsets: np.ndarray, causal: bool, backward: bool) -> Callable[[], list]:
+        """() -> [out], and with backward the gradients of q, k and v."""
+        module = importlib.import_module(way)
+        q, k, v, dout = (self.tensors[name] for name in _NAMES)
+        ends = self.torch.tensor(offsets, dtype=self.torch.int32, device=self.card.device)
+        where = (ends, ends, *[int(np.diff(offsets).max())] * 2)
+        if way == "torch.nn.attention.varlen":
+            # Its arguments differ between torch's versions.
+            known = inspect.signature(module.varlen_attn).parameters
+            how: dict[str, Any] = {}
+            if causal:
+                how = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+            if "enable_gqa" in known and q.shape[1] != k.shape[1]:
+                how["enable_gqa"] = True
+            attend = lambda: module.varlen_attn(q, k, v, *where, **how)
+        else:
+            attend = lambda: module.flash_attn_varlen_func(q, k, v, *where, causal=causal)
+
+        def call() -> list:
+            with self.torch.set_grad_enabled(backward):
+                out = attend()
+                out = out[0] if isinstance(out, tuple) else out
+            return [out, *self.torch.autograd.grad(out, (q, k, v), dout)] if backward else [out]
+
+        return call
+
+    def _errors(self, results: list, offsets: np.ndarray, causal: bool) -> tuple[float, float]:
+        """Of the shortest nonempty sequence, head by head, against float32."""
+        torch, worst, lengths = self.torch, Worst(), np.diff(offsets)
+        shortest = int(np.argmin(np.where(lengths > 0, lengths, lengths.max() + 1)))
+        mine = slice(int(offsets[shortest]), int(offsets[shortest + 1]))
+        q, k, v, dout = (self.tensors[name][mine].detach().float() for name in _NAMES)
+        (_, N, H), K = q.shape, k.shape[1]
+        after = torch.ones(q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).triu(1)
+        for head in range(K):
+            shared = slice(head * (N // K), (head + 1) * (N // K))
+            qkv = [x.clone().requires_grad_() for x in (q[:, shared], k[:, head], v[:, head])]
+            outs = []
+            for i in range(N // K):
+                logits = qkv[0][:, i] @ qkv[1].T * H**-0.5
+                outs.append((logits.masked_fill(after, float("-inf")) if causal else logits).softmax(-1) @ qkv[2])
+            out = torch.stack(outs, 1)
+            wanted = [out, *torch.autograd.grad(out, qkv, dout[:, shared])]
+            parts = [shared, shared, head, head]
+            for result, part, want in zip(results, parts, wanted[: len(results)], strict=False):
+                worst.see(result[mine][:, part], want.detach())
+        return worst.errors

@@ -1,0 +1,1 @@
+"""Benchmarks of models: training, offloading, decoding, precision."""

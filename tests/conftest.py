@@ -55,7 +55,7 @@ if hasattr(mlir, "make_ir_context"):
 
 # JAX keeps many objects alive and makes many more: with Python's thresholds, garbage collection is a tenth of a run.
 gc.set_threshold(100_000, 20, 100)
-# The Python line of each operation in a program takes 2 % of the run to write. Only profiling/test_memory.py reads it.
+# The Python line of each operation in a program takes 2 % of the run to write. Only profiling/test_scopes.py reads it.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 jax.config.update("jax_num_cpu_devices", 4)  # for shard_map; must come before JAX looks for its devices
 # A vector that broadcasts against a matrix hides a wrong axis. Users who set this get no error from jaxops either.

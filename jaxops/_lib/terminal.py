@@ -17,3 +17,10 @@ def show_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def as_text(shown: Any, width: int = 130) -> str:
+    """What a terminal would show, without colours."""
+    text = io.StringIO()
+    console(file=text, width=width, color_system=None).print(shown)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -1,6 +1,5 @@
-"""Where a step's time goes, what the card could do, and times on the device."""
+"""Where a step's time goes, what holds its memory, what the card could do, and times on the device."""
 
-from jaxops.profiling.bandwidth_curve import Bandwidth, bandwidth
 from jaxops.profiling.comparison import Comparison, compare
 from jaxops.profiling.device_times import device_times_us
 from jaxops.profiling.machine import Ceilings, ceilings
@@ -9,6 +8,6 @@ from jaxops.profiling.profiled import Profiled, profile
 from jaxops.profiling.report import Report
 
 __all__ = [
-    "Bandwidth", "Ceilings", "Comparison", "Holder", "Memory", "Profiled", "Report", "bandwidth", "ceilings", "compare",
-    "device_times_us", "memory", "profile",
+    "Ceilings", "Comparison", "Holder", "Memory", "Profiled", "Report", "ceilings", "compare", "device_times_us",
+    "memory", "profile",
 ]  # fmt: skip

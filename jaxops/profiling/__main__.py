@@ -5,21 +5,20 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from jaxops._lib.python_program import ProgramError
 from jaxops._lib.terminal import console, show_any_text
-from jaxops.profiling import Report, bandwidth, ceilings, compare
+from jaxops.profiling import Report, ceilings, compare
 from jaxops.profiling.program import profile_program
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-Out = Annotated[pathlib.Path, typer.Option(help="folder of the files that are written.")]
-_DEFAULT_OUT = pathlib.Path("profile")
 
 
-def _console() -> Any:
+def _console() -> Console:
     """Wide enough for the tables where the output is no terminal."""
     return console(width=None if sys.stdout.isatty() else 140, soft_wrap=False)
 
@@ -37,12 +36,17 @@ def _one_line_errors() -> Iterator[None]:
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(help="python -m MODULE ..., or python FILE.py ...")],
-    function: Annotated[str, typer.Option(help="name of the jitted step; by default the slowest of the first.")] = "",
-    steps: Annotated[int, typer.Option(min=1, help="steps timed, and recorded.")] = 3,
-    stop: Annotated[bool, typer.Option("--stop", help="end the program when its step is profiled.")] = False,
-    out: Out = _DEFAULT_OUT,
+    function: Annotated[str, typer.Option(help="name of the jitted step; by default that with most device time.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="steps recorded.")] = 3,
+    stop: Annotated[bool, typer.Option("--stop", help="end the program when its step is recorded.")] = False,
+    without_graphs: Annotated[
+        bool, typer.Option("--without-graphs", help="no CUDA graphs, which hide what launched a kernel.")
+    ] = False,
+    out: Annotated[pathlib.Path, typer.Option(help="folder of the files that are written.")] = pathlib.Path("profile"),
 ) -> None:
     """Profile a step of a program: `python -m jaxops.profiling -- python -m models.train lm`."""
+    if without_graphs:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     with _one_line_errors():
         report = profile_program(command, function=function, steps=steps, stop=stop)
         files = report.save(out)
@@ -65,10 +69,10 @@ def compare_files(
     """Compare two reports (profile.json), kernel by kernel."""
     share = None if not fail_above else _percent(fail_above)
     with _one_line_errors():
-        found = compare(Report.load(before), Report.load(after))
-    _console().print(found)
-    if share is not None and found.slower_by(share):
-        typer.echo(f"the step is {found.ratio - 1:.1%} slower, more than {share:.1%}.", err=True)
+        comparison = compare(Report.load(before), Report.load(after))
+    _console().print(comparison)
+    if share is not None and comparison.slower_by(share):
+        typer.echo(f"the step is {comparison.ratio - 1:.1%} slower, more than {share:.1%}.", err=True)
         raise typer.Exit(1)
 
 
@@ -82,18 +86,6 @@ def _percent(text: str) -> float:
     return share
 
 
-@app.command("bandwidth")
-def show_bandwidth(out: Out = _DEFAULT_OUT) -> None:
-    """Measure copies, reads and writes of several sizes, between devices and to the host."""
-    found = bandwidth()
-    _console().print(found)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "bandwidth.json").write_text(found.to_json(), "utf-8")
-    print(f"wrote {out / 'bandwidth.json'}")
-    with contextlib.suppress(ImportError):
-        print(f"wrote {found.draw(out / 'bandwidth.png')}")
-
-
 @app.command("ceilings")
 def show_ceilings(again: Annotated[bool, typer.Option("--again", help="measure once more.")] = False) -> None:
     """Show what this card can do, measured once."""
@@ -104,7 +96,7 @@ def main() -> None:
     """Words behind a -- are a program's: without a command before them they are `run`'s."""
     show_any_text()
     words = sys.argv[1:]
-    if "--" in words and words[0] not in ("run", "compare", "bandwidth", "ceilings"):
+    if "--" in words and words[0] not in ("run", "compare", "ceilings"):
         sys.argv.insert(1, "run")
     app()
 

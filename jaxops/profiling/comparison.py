@@ -1,13 +1,21 @@
 """Two reports of the same step, kernel by kernel: what became slower."""
 
+import collections
 import dataclasses
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from jaxops._lib.terminal import as_text
 from jaxops.profiling.report import Kernel, Report
+from jaxops.profiling.tables import cut, ms_text, table
+
+_ROWS = 15
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One kernel of one module or named scope; 0 microseconds a step where it is missing."""
+    """One kernel of one named scope; 0 microseconds a step where it is missing."""
 
     name: str
     scope: str
@@ -42,19 +50,26 @@ class Comparison:
         """Whether the step became slower by more than `share`, such as 0.05."""
         return self.ratio > 1 + share
 
-    def __rich__(self):
-        from jaxops.profiling import tables
-
-        return tables.of_comparison(self)
+    def __rich__(self) -> RenderableType:
+        before_us, after_us = self.before.step_us, self.after.step_us
+        head = (
+            f"{self.before.program}: a step took {ms_text(before_us)}, now {ms_text(after_us)} ({self.ratio - 1:+.1%})"
+        )
+        rows = table("kernel", "named scope", "before", "after", "difference", "change", numbers=(2, 6))
+        for row in self.rows[:_ROWS]:
+            times = (ms_text(row.before_us), ms_text(row.after_us), f"{row.difference_us / 1e3:+.3f} ms")
+            rows.add_row(cut(row.name), cut(row.scope), *times, row.change_text)
+        if rest := self.rows[_ROWS:]:
+            difference_us = sum(row.difference_us for row in rest)
+            rows.add_row(f"{len(rest)} others", "", "", "", f"{difference_us / 1e3:+.3f} ms", "")
+        return Group(Text(head), rows)
 
     def __str__(self) -> str:
-        from jaxops.profiling import tables
-
-        return tables.as_text(self)
+        return as_text(self)
 
 
 def compare(before: Report, after: Report) -> Comparison:
-    """Two steps, kernel by kernel. Kernels are the same if their names, without XLA's numbers, modules and stages are.
+    """Two steps, kernel by kernel. Kernels are the same if their names, without XLA's numbers, scopes and stages are.
 
     Raises:
       ValueError: the reports are of different devices, or a step's time is 0.
@@ -73,11 +88,10 @@ def compare(before: Report, after: Report) -> Comparison:
 
 
 def _times(report: Report) -> dict[tuple[str, str], float]:
-    found: dict[tuple[str, str], float] = {}
+    times: dict[tuple[str, str], float] = collections.defaultdict(float)
     for each in report.kernels:
-        key = each.label, _place(each)
-        found[key] = found.get(key, 0.0) + each.us
-    return found
+        times[each.label, _place(each)] += each.us
+    return times
 
 
 def _place(kernel: Kernel) -> str:

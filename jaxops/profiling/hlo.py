@@ -1,21 +1,24 @@
-"""The text of a compiled program, as instructions."""
+"""The lines of a compiled program's text, by name. What they cost is XLA's to say (`jaxops.profiling.costs`)."""
 
+import collections
 import dataclasses
 import functools
 import math
 import re
+from typing import NamedTuple
 
-_LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
+from jaxops.profiling.scopes import Scope, scope_of
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][a-z0-9\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
-_OPCODE = re.compile(r"([a-z][a-z\-0-9]*)\(")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
-_CALLED_MANY = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
-_BITS = {"pred": 8, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|branch_computations|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
+)
+_RUNS_LINES = ("while", "conditional", "call", "async-start")  # of what they call, each line may launch a kernel
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     """An array type: "bf16" and its sizes."""
 
     dtype: str
@@ -27,7 +30,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        bits = _BITS.get(self.dtype) or int((re.findall(r"\d+", self.dtype) or ["0"])[0])
+        bits = {"pred": 8, "c64": 64, "c128": 128}.get(self.dtype) or int((re.findall(r"\d+", self.dtype) or ["0"])[0])
         return -(-self.size * bits // 8)
 
     def __str__(self) -> str:
@@ -36,142 +39,135 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of HLO.
-
-    Attributes:
-      arrays: of its result; several for a tuple.
-      operands: names.
-      calls: names of the computations that it runs: a fusion's, a loop's body and condition.
-      text: all behind the operands: attributes, metadata, and, cut off at 20,000 characters, the backend's settings.
-      root: it is its computation's result.
-    """
+    """One line of HLO: `name = type opcode(operands), attributes`."""
 
     name: str
+    type: str
     opcode: str
-    arrays: tuple[Array, ...]
     operands: tuple[str, ...]
-    calls: tuple[str, ...]
-    text: str
-    root: bool
+    attributes: str
+    line: str
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """Of the result; several for a tuple."""
+        return tuple(
+            Array(kind, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
+            for kind, sizes in _ARRAY.findall(self.type)
+        )
+
+    @functools.cached_property
+    def calls(self) -> tuple[str, ...]:
+        """Names of the computations that it runs: a fusion's, a loop's body and condition."""
+        return tuple(name for names in _CALLED.findall(self.attributes) for name in re.findall(r"%([\w.\-]+)", names))
 
     @functools.cached_property
     def op_name(self) -> str:
         """JAX's path of the primitive, through transformations and named scopes; empty if XLA dropped it."""
-        found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.text)
-        return found[1].replace("\\'", "'") if found else ""
+        path = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return path[1].replace("\\'", "'") if path else ""
 
     @functools.cached_property
     def target(self) -> str:
         """Of a custom call."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.text)
-        return found[1] if found else ""
-
-    def numbers(self, key: str) -> tuple[int, ...]:
-        """Of an attribute like `dimensions={0,1}`, or of `"key":["0","1"]` in the backend's settings."""
-        found = re.search(rf'\b{key}"?[=:][{{\[]([\d,"]*)[}}\]]', self.text)
-        return tuple(int(number) for number in re.findall(r"\d+", found[1])) if found else ()
-
-    @functools.cached_property
-    def estimate(self) -> tuple[int, int] | None:
-        """FLOPs and bytes that a kernel of jaxops states (`jaxops._lib.planning.costs`)."""
-        flops, moved = (re.search(rf'\bjaxops_{what}="(\d+)"', self.text) for what in ("flops", "bytes"))
-        return (int(flops[1]), int(moved[1])) if flops and moved else None
+        target = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+        return target[1] if target else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program: its computations by name, each one's instructions in the order of the text, which is that of the
-    schedule."""
+    """A program: its computations by name, called ones before their callers, their text, and the classes of its calls
+    by stack frame."""
 
     name: str
     computations: dict[str, dict[str, Instruction]]
+    texts: dict[str, str]
     entry: str
+    classes: dict[int, tuple[str, ...]]
 
     @functools.cached_property
     def instructions(self) -> dict[str, tuple[Instruction, dict[str, Instruction]]]:
         """By name: an instruction, and those of its computation."""
-        return {name: (found, inside) for inside in self.computations.values() for name, found in inside.items()}
+        return {name: (each, inside) for inside in self.computations.values() for name, each in inside.items()}
 
     @functools.cached_property
     def launched(self) -> dict[str, tuple[Instruction, dict[str, Instruction]]]:
         """As `instructions`, without those inside fusions and reductions: those that can launch a kernel."""
-        inner = {
-            called
-            for each, _ in self.instructions.values()
-            if each.opcode not in ("while", "conditional", "call", "async-start")
-            for called in each.calls
+        fused = {
+            called for each, _ in self.instructions.values() if each.opcode not in _RUNS_LINES for called in each.calls
         }
-        return {
-            name: (found, inside)
-            for computation, inside in self.computations.items()
-            if computation not in inner
-            for name, found in inside.items()
-        }
+        outside = [inside for name, inside in self.computations.items() if name not in fused]
+        return {name: (each, inside) for inside in outside for name, each in inside.items()}
+
+    def inner(self, instruction: Instruction) -> list[Instruction]:
+        """All instructions of the computations that it runs, those that they run included."""
+        lines = [each for name in instruction.calls for each in self.computations.get(name, {}).values()]
+        return lines + [each for line in lines if line.calls for each in self.inner(line)]
 
 
 def parse(text: str) -> Module:
     """Reads `compiled.as_text()`."""
     header = re.search(r"^HloModule ([\w.\-<>]+)", text, re.MULTILINE)
     computations: dict[str, dict[str, Instruction]] = {}
-    inside, entry = None, ""
-    for line in text.splitlines():
-        if inside is None:
-            if line.endswith("{") and (found := _HEADER.match(line)):
-                inside = computations.setdefault(found[1], {})
-                entry = found[1] if line.startswith("ENTRY") else entry
-        elif line.startswith("}"):
-            inside = None
-        elif (found := _LINE.match(line)) and (parsed := _instruction(found[1], found[2], "ROOT " in line[:12])):
-            inside[found[1]] = parsed
-    return Module(header[1] if header else "", computations, entry)
+    texts: dict[str, str] = {}
+    entry = ""
+    for computation in _COMPUTATION.finditer(text):
+        name = computation[2]
+        entry = name if computation[1] else entry
+        texts[name] = computation[0]
+        lines = (_LINE.match(line) for line in computation[3].splitlines())
+        computations[name] = {line[2]: _instruction(line) for line in lines if line}
+    head = text.partition("{\n")[0]
+    return Module(header[1] if header else "", computations, texts, entry, _classes(head))
 
 
-def _instruction(name: str, rest: str, root: bool) -> Instruction | None:
-    shapes, behind = _split_type(rest)
-    opcode = _OPCODE.match(behind)
-    if opcode is None:
-        return None
-    end = _closing(behind, opcode.end() - 1)
-    operands, text = behind[opcode.end() : end], behind[end + 1 :][:20_000]
-    # A constant's "operand" is its value, a parameter's its number.
-    named = () if opcode[1] in ("constant", "parameter", "iota") else _operands(operands)
-    calls = [*_CALLED.findall(text)]
-    for many in _CALLED_MANY.findall(text):
-        calls += re.findall(r"[\w.\-]+", many)
-    text = f"{operands} {text}" if opcode[1] == "parameter" else text
-    return Instruction(name, opcode[1], arrays(shapes), named, tuple(calls), text, root)
-
-
-def _operands(text: str) -> tuple[str, ...]:
-    """Names: `%a, /*index=5*/%b`, or with types before them, `f32[2]{0} %a`."""
-    text = re.sub(r"/\*.*?\*/", "", text)
-    if "%" in text:
-        return tuple(re.findall(r"%([\w.\-]+)", text))
-    return tuple(word.split()[-1] for word in text.split(",") if word.strip())
-
-
-def _split_type(rest: str) -> tuple[str, str]:
-    """A result's type, and what follows."""
-    if not rest.startswith("("):
-        shapes, _, behind = rest.partition(" ")
-        return shapes, behind
-    end = _closing(rest, 0)
-    return rest[: end + 1], rest[end + 2 :]
-
-
-def _closing(text: str, opening: int) -> int:
-    """The index of the bracket that closes the one at `opening`."""
-    depth = 0
-    for found in re.compile(r"[()]").finditer(text, opening):
-        depth += 1 if found[0] == "(" else -1
+def _instruction(line: re.Match) -> Instruction:
+    depth, end = 1, 0
+    for bracket in re.finditer(r"[()]", line[5]):
+        depth += 1 if bracket[0] == "(" else -1
         if not depth:
-            return found.start()
-    return len(text)
+            end = bracket.start()
+            break
+    operands, attributes = line[5][:end], line[5][end + 1 :]
+    names = tuple(re.findall(r"%([\w.\-]+)", operands))
+    attributes = f"{operands} {attributes}" if line[4] == "parameter" else attributes
+    return Instruction(line[2], line[3], line[4], names, attributes, line[0].strip())
 
 
-def arrays(shapes: str) -> tuple[Array, ...]:
-    """The array types in a result's type: one, or a tuple's."""
-    return tuple(
-        Array(kind, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
-        for kind, sizes in _ARRAY.findall(shapes)
-    )
+def scope_in(instruction: Instruction, module: Module) -> Scope:
+    """Where in the model it comes from; of a fusion that has no scope, the commonest scope inside.
+
+    Without named scopes the path has the classes whose `__call__` was running, as far as XLA knows the stack.
+    """
+    own = _own_scope(instruction, module)
+    if own.path:
+        return own
+    inner = collections.Counter(scope for each in module.inner(instruction) if (scope := _own_scope(each, module)).path)
+    return inner.most_common(1)[0][0] if inner else own
+
+
+def _own_scope(instruction: Instruction, module: Module) -> Scope:
+    scope = scope_of(instruction.op_name)
+    frame = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
+    return scope if scope.path or not frame else scope._replace(path=module.classes.get(int(frame[1]), ()))
+
+
+def _classes(head: str) -> dict[int, tuple[str, ...]]:
+    """By stack frame: classes whose `__call__` is on the stack, outermost first, from the tables before a program."""
+
+    def rows(title: str) -> dict[int, str]:
+        part = head.partition(f"\n{title}\n")[2].partition("\n\n")[0]
+        return {int(number): row for number, row in re.findall(r"^(\d+) (.*)$", part, re.MULTILINE)}
+
+    def number(row: str, key: str) -> int:
+        value = re.search(rf"\b{key}=(\d+)", row)
+        return int(value[1]) if value else 0
+
+    functions, locations = rows("FunctionNames"), rows("FileLocations")
+    classes: dict[int, tuple[str, ...]] = {}
+    for frame, row in sorted(rows("StackFrames").items()):
+        function = functions.get(number(locations.get(number(row, "file_location_id"), ""), "function_name_id"), "")
+        outer = classes.get(number(row, "parent_frame_id") - 1, ())  # a root is its own parent
+        name, is_call, _ = function.strip('"').partition(".__call__")
+        classes[frame] = (*outer, name.split(".")[-1]) if is_call else outer
+    return classes

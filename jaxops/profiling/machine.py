@@ -1,23 +1,25 @@
 """What this card can do: its memory, its dense products, its transfers. Measured once, and kept."""
 
 import dataclasses
+import datetime
 import functools
 import json
 import math
 import pathlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxops._lib.arrays.checks import check_dtype, check_flag, check_number
+from jaxops._lib.arrays.checks import check_dtype, check_flag, check_number, type_name
 from jaxops._lib.card import disturbance
 from jaxops._lib.planning.cache_files import cache_folder, write_whole
-from jaxops._lib.planning.device import Device
-from jaxops.profiling import measuring
+from jaxops._lib.planning.device import Device, current_device, default_device, host_device
+from jaxops.profiling.device_times import device_times_us, wall_times_us
 
 _FP8 = "float8_e4m3fn"
 _CUBLASLT_FP8 = "__cublas$lt$matmul$f8"
@@ -133,21 +135,21 @@ def ceilings(device: Any = None, *, again: bool = False) -> Ceilings:
       RuntimeError: CUPTI is missing, or in use by another profiler.
     """
     check_flag("again", again)
-    device = measuring.checked_device(device)
+    device = _checked_device(device)
     try:
-        file = ceilings_file(measuring.facts_of(device))
+        file = ceilings_file(_facts_of(device))
     except OSError as error:
         file = None
         warnings.warn(f"the ceilings are not kept: {error}", RuntimeWarning, stacklevel=2)
     if not again and file is not None and (found := _read(file, device.device_kind)) is not None:
         return found
-    if 0 < (free := measuring.free_bytes(device)) < _NEEDED_BYTES:
+    if 0 < (free := _free_bytes(device)) < _NEEDED_BYTES:
         raise MemoryError(
             f"{device.device_kind} has {free / 1e9:.1f} GB of free memory; measuring its ceilings needs "
             f"{_NEEDED_BYTES / 1e9:.0f} GB. Call jaxops.profiling.ceilings() in a process of its own: later ones read "
             f"them from {file or 'its file'}."
         )
-    found = measure(device, GPU_SIZES if measuring.is_gpu(device) else CPU_SIZES)
+    found = measure(device, GPU_SIZES if _is_gpu(device) else CPU_SIZES)
     with jax.default_device(device):
         disturbed = disturbance()  # now, since a card at rest runs at its full clocks
     if disturbed:
@@ -199,19 +201,19 @@ CPU_SIZES = Sizes(1 << 22, ((256, 256, 256),), 1 << 22)
 def measure(device: Any, sizes: Sizes) -> Ceilings:
     """`ceilings`, without its file."""
     with jax.default_device(device):
-        facts = measuring.facts_of(device)
+        facts = _facts_of(device)
         copied, transferred = sizes.copied_bytes // 4, sizes.transferred_bytes // 4  # float32
-        numbers = measuring.normal(max(copied, transferred, *(m * k + k * n for m, k, n in sizes.dense)))
-        copy_us = measuring.kernel_us(jax.jit(jnp.negative), (numbers[:copied],), sizes.copied_bytes, device)
+        numbers = _normal(max(copied, transferred, *(m * k + k * n for m, k, n in sizes.dense)))
+        copy_us = _kernel_us(jax.jit(jnp.negative), (numbers[:copied],), sizes.copied_bytes, device)
         rates: dict[str, float] = {}
         for dtype in ("bfloat16", "float16", "float32", *((_FP8,) if facts.has((8, 9)) else ())):
             found = [_dense_tflops(numbers, shape, dtype, device) for shape in sizes.dense]
             if known := [rate for rate in found if rate is not None]:
-                rates[dtype] = measuring.rounded(max(known))
-        memory, *links = measuring.host_links(device, numbers[:transferred])
-        there, back = (measuring.rounded(sizes.transferred_bytes / measuring.wall_us(*link) / 1e3) for link in links)
-        copy_gbps = measuring.rounded(2 * sizes.copied_bytes / copy_us / 1e3)
-        return Ceilings(facts.kind, copy_gbps, rates, there, back, memory, **measuring.made())
+                rates[dtype] = _rounded(max(known))
+        memory, *links = _host_links(device, numbers[:transferred])
+        there, back = (_rounded(sizes.transferred_bytes / _wall_us(*link) / 1e3) for link in links)
+        copy_gbps = _rounded(2 * sizes.copied_bytes / copy_us / 1e3)
+        return Ceilings(facts.kind, copy_gbps, rates, there, back, memory, **_made())
 
 
 def _dense_tflops(numbers: jax.Array, shape: tuple[int, int, int], dtype: str, device: Any) -> float | None:
@@ -223,7 +225,7 @@ def _dense_tflops(numbers: jax.Array, shape: tuple[int, int, int], dtype: str, d
     compiled = jax.jit(_fp8_product if fp8 else _product).lower(x, w).compile({"xla_gpu_enable_triton_gemm": False})
     if fp8 and _CUBLASLT_FP8 not in (compiled.as_text() or ""):
         return None
-    return 2 * m * k * n / measuring.kernel_us(compiled, (x, w), m * n * (2 if fp8 else x.dtype.itemsize), device) / 1e6
+    return 2 * m * k * n / _kernel_us(compiled, (x, w), m * n * (2 if fp8 else x.dtype.itemsize), device) / 1e6
 
 
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -243,3 +245,94 @@ def _operands(numbers: jax.Array, shape: tuple[int, int, int], dtype: str) -> tu
     m, k, n = shape
     x, w = numbers[: m * k].reshape(m, k), numbers[-k * n :].reshape((n, k) if dtype == _FP8 else (k, n))
     return x.astype(dtype), w.astype(dtype)
+
+
+_WORK_US = 50_000  # of measured calls: enough for a median, and a GPU's clocks settle
+_LEAST_CALLS, _MOST_CALLS = 3, 50
+_CHUNK = 1 << 24  # random numbers made at a time: their bits take several times the memory
+
+Transfer = tuple[Callable[[jax.Array], jax.Array], jax.Array]  # and its operand
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _normal(count: int) -> jax.Array:
+    """Random normal float32 [count]. Zeros would draw less power and run at higher clocks."""
+    chunk = min(count, _CHUNK)
+    keys = jax.random.split(jax.random.key(0), -(-count // chunk))
+    return lax.map(lambda key: jax.random.normal(key, (chunk,), jnp.float32), keys).reshape(-1)[:count]
+
+
+def _kernel_us(call: Callable, args: tuple, result_bytes: int, device: Any) -> float:
+    """The median time of a call's kernels; where there is no GPU, of the call."""
+    room = _free_bytes(device) // 4 or math.inf  # CUPTI's measurement keeps the results of all its calls
+    most = max(1, int(min(_MOST_CALLS, room // max(result_bytes, 1) - 1)))
+    return _median_us(device_times_us if _is_gpu(device) else wall_times_us, call, args, most)
+
+
+def _wall_us(call: Callable, *args: Any) -> float:
+    """The median time until a call's result is ready."""
+    return _median_us(wall_times_us, call, args, _MOST_CALLS)
+
+
+def _median_us(times: Callable[..., list[float]], call: Callable, args: tuple, most: int) -> float:
+    once = wall_times_us(call, *args, iterations=1)[0]
+    calls = min(most, max(_LEAST_CALLS, round(_WORK_US / max(once, 1.0))))
+    return max(float(np.median(times(call, *args, iterations=calls))), 1e-3)
+
+
+def _host_links(device: Any, x: jax.Array) -> tuple[str, Transfer, Transfer]:
+    """The kind of host memory, "pinned" or "pageable", and x's transfers from it to the device and back.
+
+    Args:
+      x: on the device.
+    """
+    if any(memory.kind == "pinned_host" for memory in device.addressable_memories()):
+        # Compiled, as in a step: XLA then copies straight between the card's memory and the pinned one.
+        to_host = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Host))
+        to_device = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device))
+        return "pinned", (to_device, to_host(x)), (to_host, x)
+    host = host_device()
+    return "pageable", (_to_other(device), jax.device_put(x, host)), (_to_other(host), x)
+
+
+def _to_other(device: Any) -> Callable[[jax.Array], jax.Array]:
+    """A transfer to the device."""
+    return lambda x: jax.device_put(x, device)
+
+
+def _rounded(rate: float) -> float:
+    """Four digits: the next ones differ from run to run."""
+    return float(f"{rate:.4g}")
+
+
+def _checked_device(device: Any) -> Any:
+    """The device, or JAX's default device for None.
+
+    Raises:
+      TypeError: something else.
+    """
+    if device is not None and not isinstance(device, jax.Device):
+        raise TypeError(f"device is {type_name(device)}; write one of jax.local_devices().")
+    return default_device() if device is None else device
+
+
+def _facts_of(device: Any) -> Device:
+    with jax.default_device(device):
+        return current_device()
+
+
+def _is_gpu(device: Any) -> bool:
+    return _facts_of(device).platform == "gpu"
+
+
+def _free_bytes(device: Any) -> int:
+    """Of the device's memory; 0 if unknown, as on a CPU."""
+    stats = device.memory_stats() or {}
+    return max(1, stats["bytes_limit"] - stats["bytes_in_use"]) if "bytes_limit" in stats else 0
+
+
+def _made() -> dict[str, Any]:
+    """Versions of JAX and of NVIDIA's driver (None if unknown), and the date."""
+    version = pathlib.Path("/sys/module/nvidia/version")
+    driver = version.read_text("utf-8").strip() if version.is_file() else None
+    return {"jax": jax.__version__, "driver": driver, "date": datetime.date.today().isoformat()}

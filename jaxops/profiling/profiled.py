@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
-from jaxops.profiling import scopes, trace
+from jaxops.profiling import trace
 from jaxops.profiling.building import Recording, build
 from jaxops.profiling.machine import ceilings
 from jaxops.profiling.report import Report
+from jaxops.profiling.scopes import own_metadata
 
 # Without CUDA graphs, inside which the profiler does not see which instruction launched a kernel.
 _WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
@@ -32,8 +33,7 @@ class Profiled:
     Args:
       step: jitted; or a function that calls jitted ones, of which CUDA graphs hide some origins.
       steps: timed, and recorded.
-      warmup: calls before; at least 1, since the first one compiles. The step is traced with a named scope for each nnx
-        module, so one that was compiled before is compiled again.
+      warmup: calls before; at least 1, since the first one compiles.
 
     Raises:
       ValueError: a number is too small.
@@ -72,12 +72,11 @@ class Profiled:
                 f"the step was called {self._calls} times; its profile needs {self.calls_needed}: {self._warmup} to "
                 f"warm up, {self._steps} timed and {self._steps} recorded, and one without CUDA graphs."
             )
-        return build(self._recording)
+        return build(self._recording, ceilings())
 
     def __call__(self, *args, **kwargs):
         if self.done:
-            with scopes.scoped():
-                return self._step(*args, **kwargs)
+            return self._step(*args, **kwargs)
         number, self._calls = self._calls, self._calls + 1
         first_timed, first_recorded = self._warmup, self._warmup + self._steps
         try:
@@ -89,8 +88,7 @@ class Profiled:
                 self._recording.events = self._profiler.enter_context(trace.recorded())
             if number in (first_timed, first_recorded):
                 self._began = time.perf_counter()
-            with scopes.scoped():
-                result = self._step(*args, **kwargs)
+            result = self._step(*args, **kwargs)
             if number in (first_recorded - 1, first_recorded + self._steps - 1):
                 jax.block_until_ready(result)
                 self._end_part((time.perf_counter() - self._began) * 1e6 / self._steps)
@@ -102,12 +100,11 @@ class Profiled:
     def _warm_up(self, number: int, args, kwargs):
         if number == 0:
             ceilings()  # measured before anything is recorded, if they never were
-        with scopes.module_scopes():
+        with own_metadata():
             last = number == self._warmup - 1
-            if last and hasattr(self._step, "trace"):
-                traced = self._step.trace(*args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
-                self._recording.jaxpr = getattr(traced, "jaxpr", None)
-                self._recording.compiled = traced.lower().compile()
+            if last and hasattr(self._step, "lower"):
+                compiled = self._step.lower(*args, **kwargs).compile()  # pyright: ignore[reportFunctionMemberAccess]
+                self._recording.executable = compiled.runtime_executable()
             result = self._step(*args, **kwargs)
         return jax.block_until_ready(result) if last else result
 
@@ -117,10 +114,11 @@ class Profiled:
             return
         self._profiler.close()
         self._recording.profiled_us = us
-        self._recording.complete = self._recording.compiled is None or not self._recording.hidden
+        self._recording.find_programs()
+        self._recording.complete = self._recording.executable is None or not self._recording.hidden
 
     def _call_without_graphs(self, args, kwargs):
-        with scopes.module_scopes():
+        with own_metadata():
             lowered = self._step.lower(*args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
             run = lowered.compile(compiler_options=_WITHOUT_GRAPHS)
             try:
@@ -166,8 +164,7 @@ def _donated(step: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[boo
     """For each positional argument, whether the step donates part of it."""
     if not hasattr(step, "lower"):
         return [False] * len(args)
-    with scopes.module_scopes():
-        infos = jax.tree.leaves(step.lower(*args, **kwargs).args_info)
+    infos = jax.tree.leaves(step.lower(*args, **kwargs).args_info)
     if not any(info.donated for info in infos):
         return [False] * len(args)
     counts = [len(jax.tree.leaves(each)) for each in args]

@@ -1,154 +1,151 @@
-"""Profiles a step of another Python program, which knows nothing of it."""
+"""Profiles a step of another Python program, which runs unchanged and knows nothing of it."""
 
-import contextlib
-import functools
+import _thread
+import collections
+import re
+import tempfile
+import threading
 import time
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
 from jaxops._lib.python_program import ProgramError, run_program
-from jaxops.profiling.profiled import Profiled
+from jaxops.profiling import trace
+from jaxops.profiling.building import Recording, build, largest_program
+from jaxops.profiling.machine import ceilings
 from jaxops.profiling.report import Report
+from jaxops.profiling.scopes import own_metadata
+from jaxops.profiling.trace import Event, Launch
 
-_CHOOSE_AT = 3  # calls of the first function that is called so often
-
-
-class _Ended(BaseException):
-    """The report is complete, and nobody needs the rest of the program."""
-
-
-class _Jitted:
-    """Stands in the place of a jitted function, and passes its calls to the profiler."""
-
-    def __init__(self, function: Any, watch: "_Watch"):
-        functools.update_wrapper(self, function, updated=())
-        self._function, self._watch = function, watch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __call__(self, *args, **kwargs):
-        return self._watch.call(self._function, args, kwargs)
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_SETTLED_S, _FIRST_S, _LONGEST_S = 0.5, 1.0, 60.0
 
 
-class _Watch:
-    """Chooses the step among the jitted functions of a program, and profiles it.
+class _Recorder(threading.Thread):
+    """Records the running program, longer each time, until there are enough steps between two compilations.
 
     Attributes:
-      named: the step's name; without one, of the functions called twice when one is called a third time, that whose
-        second call took longest.
-      stop: whether the program ends when the report is complete.
+      recording: the result; None until there is one.
+      ended: to be set when the program has ended.
     """
 
-    def __init__(self, named: str, steps: int, stop: bool):
-        self.named, self.stop = named, stop
-        self.profiled: Profiled | None = None
-        self.chosen: Any = None
-        self.counts: dict[Any, int] = {}
-        self.seconds: dict[Any, float] = {}
-        self._steps = steps
-        self._inside = False
+    def __init__(self, function: str, steps: int, stop: bool):
+        super().__init__(daemon=True)
+        self.recording: Recording | None = None
+        self.error: Exception | None = None
+        self.launched: collections.Counter[str] = collections.Counter()
+        self.ended = threading.Event()
+        self._function, self._steps, self._stop_program = function, steps, stop
+        self._last_compiled = 0.0  # the backend exists from the first compilation on
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
 
-    def call(self, function: Any, args, kwargs):
-        # A call from inside another jitted function, while that one is traced, is part of it.
-        if self._inside or any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
-            return function(*args, **kwargs)
-        self._inside = True
+    def _hear(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == _COMPILED:
+            self._last_compiled = time.monotonic()
+
+    def run(self) -> None:
         try:
-            return self._outer_call(function, args, kwargs)
-        finally:
-            self._inside = False
+            seconds = _FIRST_S
+            while self.recording is None and not self.ended.is_set():
+                if self._last_compiled and time.monotonic() - self._last_compiled > _SETTLED_S:
+                    self._record(seconds)
+                    seconds = min(2 * seconds, _LONGEST_S)
+                self.ended.wait(0.05)
+        except Exception as error:  # raised where the program ended
+            self.error = error
+        if self.recording is not None and self._stop_program and not self.ended.is_set():
+            _thread.interrupt_main()
 
-    def _outer_call(self, function: Any, args, kwargs):
-        number = self.counts[function] = self.counts.get(function, 0) + 1
-        if self.chosen is None:
-            self._choose(function, number)
-        if self.profiled is not None and function is self.chosen:
-            result = self.profiled(*args, **kwargs)
-            if self.profiled.done and self.stop:
-                raise _Ended
-            return result
-        if number != 2 or self.chosen is not None:
-            return function(*args, **kwargs)
-        begin = time.perf_counter()
-        result = jax.block_until_ready(function(*args, **kwargs))
-        self.seconds[function] = time.perf_counter() - begin
-        return result
-
-    def _choose(self, function: Any, number: int) -> None:
-        if self.named:
-            self.chosen = function if _name(function) == self.named else None
-        elif number >= _CHOOSE_AT:
-            self.chosen = max(self.seconds, key=lambda each: self.seconds[each])
-        if self.chosen is not None:
-            self.profiled = Profiled(self.chosen, steps=self._steps)
+    def _record(self, seconds: float) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            with trace.recording(folder):
+                self.ended.wait(seconds)
+            events, launches = trace.read(folder)
+        self.launched.update(launch.name for launch in launches if not launch.is_annotation)
+        if recording := steps_in(events, launches, self._steps, self._function):
+            recording.find_programs()
+            self.recording = recording
 
 
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+def steps_in(events: Sequence[Event], launches: Sequence[Launch], steps: int, function: str = "") -> Recording | None:
+    """The last steps of a recording, from one launch of an operation to that some steps later; None if it has too few.
+
+    A step lasts from one `jax.profiler.StepTraceAnnotation` to the next. Without them it lasts from one call of the
+    jitted function to the next: of that whose program takes most of the time, or that is called `function`.
+    """
+    program = _module(function) if function else largest_program(events)
+    own = [event for event in events if _plain(event.program) == _plain(program)]
+    annotated = sum(launch.is_annotation for launch in launches)
+    calls = annotated or sum(_plain(_module(launch.name)) == _plain(program) for launch in launches)
+    starts: dict[tuple[int, str], list[float]] = collections.defaultdict(list)
+    for event in own:
+        starts[event.device, event.op or event.name].append(event.start_us)
+    # What runs once a step marks it. A recording can begin or end between a call and what it runs.
+    once = [each for each in starts.values() if abs(len(each) - calls) <= 1 and len(each) > steps]
+    if not once:
+        return None
+    marks = min(once, key=lambda each: (abs(len(each) - calls), each[0]))[-steps - 1 :]
+    inside = [event for event in events if marks[0] <= event.start_us < marks[-1]]
+    us = (marks[-1] - marks[0]) / steps
+    return Recording(steps, inside, step_us=us, profiled_us=us, step_program=own[0].program, complete=True)
 
 
-@contextlib.contextmanager
-def _watched(watch: _Watch) -> Iterator[None]:
-    """Functions that are jitted inside, with `jax.jit` or what calls it, are watched."""
-    original = jax.jit
+def _module(function: str) -> str:
+    return f"jit_{function}"
 
-    @functools.wraps(original)
-    def jit(*args, **kwargs):
-        if not args:  # a decorator with options
-            return lambda function: jit(function, **kwargs)
-        return _Jitted(original(*args, **kwargs), watch)
 
-    jax.jit = jit  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        jax.jit = original
+def _plain(name: str) -> str:
+    """XLA replaces what is no letter in a function's name."""
+    return re.sub(r"\W+", "_", name).strip("_")
 
 
 def profile_program(
     words: Sequence[str], *, function: str = "", steps: int = 3, stop: bool = False, say: Callable[[str], Any] = print
 ) -> Report:
-    """Runs a Python program in this process and profiles its step.
+    """Runs a Python program in this process and profiles its step, seen from outside: nothing of it is replaced.
 
     Args:
       words: `[python] -m MODULE ...` or `[python] FILE.py ...`.
-      function: name of the jitted function; by default, of those called at least twice when one is called a third time,
-        the one whose second call took longest.
-      steps: as of `Profiled`.
-      stop: end the program when the report is complete.
+      function: name of the jitted step; by default see `steps_in`.
+      steps: recorded.
+      stop: end the program, as Ctrl-C does, when its step is recorded.
       say: gets a line about the function, and one about how the program ended.
 
     Raises:
       ProgramError: other words; or the program made too few calls of a jitted function.
     """
-    watch = _Watch(function, steps, stop)
+    recorder = _Recorder(function, steps, stop)
+    recorder.start()
     try:
-        with _watched(watch):
+        with own_metadata():
             run_program(words)
-    except _Ended:
-        pass
+    except KeyboardInterrupt:
+        if recorder.recording is None:
+            raise
     except SystemExit as ended:
         if ended.code not in (None, 0):
             say(f"The program ended with status {ended.code}.")
     except Exception as error:
-        if watch.profiled is None or not watch.profiled.done:
+        if recorder.recording is None:
             raise
-        say(f"The program failed after its profile was complete: {type(error).__name__}: {error}")
-    counts = {_name(each): count for each, count in watch.counts.items()}
-    if watch.profiled is None or not watch.profiled.done:
-        called = ", ".join(f"{name} {count} times" for name, count in counts.items()) or "none"
-        needed = Profiled(lambda: None, steps=steps).calls_needed + (0 if function else _CHOOSE_AT - 1)
+        say(f"The program failed after its step was recorded: {type(error).__name__}: {error}")
+    finally:
+        recorder.ended.set()
+        recorder.join()
+    if recorder.error is not None:
+        raise ProgramError(f"the program could not be recorded: {recorder.error}") from recorder.error
+    if recorder.recording is None:
+        called = ", ".join(f"{name} {count} times" for name, count in recorder.launched.items()) or "none"
         raise ProgramError(
-            f"the program called no jitted function often enough: a profile needs {needed} calls of one"
-            f"{' called ' + repr(function) if function else ''}. Called were: {called}."
+            f"no recording has {steps + 1} calls of a jitted function{f' called {function!r}' if function else ''}: "
+            f"let the program run longer. Recorded calls: {called}."
         )
-    say(f"profiled {_name(watch.chosen)!r}; jitted functions and their calls: {counts}")
-    return watch.profiled.report
+    say(f"profiled {recorder.recording.program}; recorded calls of jitted functions: {dict(recorder.launched)}")
+    try:
+        known = ceilings()
+    except (MemoryError, RuntimeError) as error:
+        say(f"The card's ceilings are unknown: {error}")
+        known = None
+    return build(recorder.recording, known)

@@ -1,6 +1,5 @@
 """Where a step's time goes, kernel by kernel, and what the card could do."""
 
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -8,12 +7,19 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from jaxops.profiling.scopes import Stage
-from jaxops.profiling.trace import Event
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.text import Text
 
-Bound = Literal["tensor cores", "memory", "launch latency", "communication", "copy", "host", "unknown"]
+from jaxops._lib.terminal import as_text
+from jaxops.profiling.memory import memory_table
+from jaxops.profiling.scopes import Stage
+from jaxops.profiling.tables import cut, ms_text, rate_text, share_text, table
+
+Bound = Literal["tensor cores", "memory", "launch latency", "communication", "copy", "unknown"]
 # A kernel of fewer microseconds that is far from both ceilings is bound by its launch and its first loads.
 _LATENCY_US, _FAR = 10.0, 0.5
+_ROWS = 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +30,7 @@ class Kernel:
       name: of the kernel or copy.
       kind: of `trace.Event`.
       program, op: the compiled program and its HLO instruction; op is empty if the instruction is unknown.
-      scope: modules and named scopes, outermost first, with slashes.
+      scope: named scopes, outermost first, with slashes.
       primitive: JAX's.
       stage: part of the step: "recomputed" for `jax.checkpoint`, "other" for what is not part of a gradient.
       calls, us: a step: launches, and time on the device.
@@ -149,7 +155,6 @@ class Report:
       memory: `Memory.to_dict()`; None if unknown.
       notes: what this report cannot know, and why.
       made: versions and date.
-      events: all that ran in the recorded steps; not part of the JSON.
     """
 
     program: str
@@ -166,7 +171,6 @@ class Report:
     memory: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
     made: dict[str, str] = dataclasses.field(default_factory=dict)
-    events: tuple[Event, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
     def kernels_us(self) -> float:
@@ -216,7 +220,7 @@ class Report:
         return self.groups(lambda kernel: kernel.label)
 
     def by_scope(self, depth: int | None = None, *, together: bool = False) -> list[Group]:
-        """By module or named scope.
+        """By named scope.
 
         Args:
           depth: parts of the path that count; by default all.
@@ -226,7 +230,7 @@ class Report:
         def key(kernel: Kernel) -> str:
             parts = kernel.scope.split("/")[:depth]
             path = "/".join("*" if together and part.isdecimal() else part for part in parts)
-            return path or ("(no module)" if kernel.kind == "kernel" else f"({kernel.kind})")
+            return path or ("(no scope)" if kernel.kind == "kernel" else f"({kernel.kind})")
 
         return self.groups(key)
 
@@ -237,7 +241,7 @@ class Report:
         )
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(dataclasses.replace(self, events=())), indent=1) + "\n"
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
@@ -249,7 +253,7 @@ class Report:
         try:
             fields = json.loads(text)
             kernels = tuple(Kernel(**each) for each in fields.pop("kernels"))
-            return cls(**fields | {"kernels": kernels, "notes": tuple(fields["notes"]), "events": ()})
+            return cls(**fields | {"kernels": kernels, "notes": tuple(fields["notes"])})
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no report of jaxops.profiling: {type(error).__name__}: {error}") from error
 
@@ -263,55 +267,66 @@ class Report:
     @property
     def summary(self) -> str:
         """Where the time goes, in a few lines."""
-        from jaxops.profiling import tables
+        devices = self.device if self.devices == 1 else f"{self.devices} x {self.device}, the mean of them"
+        lines = [f"{self.program} on {devices}: {ms_text(self.step_us)} a step, mean of {self.steps}"]
+        parts = [
+            f"busy {ms_text(self.busy_us)}",
+            f"idle {ms_text(self.idle_us)} ({share_text(self.idle_us, self.step_us)})",
+        ]
+        if self.exposed_communication_us:
+            parts.append(f"communication alone {ms_text(self.exposed_communication_us)}")
+        if self.exposed_copies_us:
+            parts.append(f"copies from or to the host alone {ms_text(self.exposed_copies_us)}")
+        lines.append("  the device: " + ", ".join(parts))
+        if self.floor_us is not None:
+            least = f"  its kernels at the card's ceilings: {ms_text(self.floor_us)}"
+            lines.append(least + (f"; MFU {self.mfu:.1%} of the measured dense rate" if self.mfu else ""))
+        lines.append(
+            f"  {self.accounted:.1%} of the kernels' time is accounted for by the instruction that launched them"
+        )
+        if self.ceilings is not None:
+            dense = ", ".join(
+                f"{rate_text(rate)} TFLOP/s {name}" for name, rate in self.ceilings["dense_tflops"].items()
+            )
+            lines.append(f"  measured ceilings: copy {rate_text(self.ceilings['copy_gbps'])} GB/s, dense {dense}")
+        if self.busy_us > self.step_us:
+            lines.append(
+                "  (busy for longer than a step takes without the profiler, which makes kernels somewhat slower)"
+            )
+        return "\n".join(lines)
 
-        return tables.summary(self)
+    def _table(self, title: str, groups: Sequence[Group]) -> RenderableType:
+        kernels = table(title, "calls", "time", "share", "TFLOP/s", "GB/s", "of ceiling", "bound by", numbers=(1, 7))
+        rest = groups[_ROWS:]
+        others = [Group(f"{len(rest)} others", tuple(each for group in rest for each in group.kernels))] if rest else []
+        for group in [*groups[:_ROWS], *others]:
+            mark = ">" if group.partial else ""  # more than is known
+            rates = (f"{mark}{rate_text(rate)}" if rate else "" for rate in (group.tflops, group.gbps))
+            reached = "" if group.of_ceiling is None else f"{mark}{group.of_ceiling:.0%}"
+            share = share_text(group.us, self.kernels_us)
+            kernels.add_row(
+                cut(group.name), f"{group.calls:,.0f}", ms_text(group.us), share, *rates, reached, group.bound
+            )
+        return kernels
 
-    def __rich__(self):
-        from jaxops.profiling import tables
-
-        return tables.of_report(self)
+    def __rich__(self) -> RenderableType:
+        return Lines(
+            Text(self.summary),
+            self._table("kernel", self.by_kernel()),
+            self._table("named scope", self.by_scope(together=True)),
+            self._table("part of the step", self.by_stage()),
+            *([memory_table(self.memory)] if self.memory else []),
+            *(Text(f"note: {note}", style="dim") for note in self.notes),
+        )
 
     def __str__(self) -> str:
-        from jaxops.profiling import tables
-
-        return tables.as_text(self)
-
-    def draw(self, file: str | pathlib.Path) -> pathlib.Path:
-        """A PNG: the step's time, and its kernels under the card's ceilings. Needs matplotlib (extra `bench`)."""
-        from jaxops.profiling import pictures
-
-        return pictures.draw_report(self, pathlib.Path(file))
-
-    def write_trace(self, file: str | pathlib.Path) -> pathlib.Path:
-        """All that ran in the recorded steps, gzipped, for https://ui.perfetto.dev.
-
-        Raises:
-          ValueError: the report was read from JSON, or nothing ran.
-        """
-        from jaxops.profiling import pictures
-
-        if not self.events:
-            raise ValueError("this report has no events: it was read from JSON, or the profiler saw nothing run.")
-        return pictures.write_trace(self, pathlib.Path(file))
+        return as_text(self)
 
     def save(self, folder: str | pathlib.Path, name: str = "profile") -> list[pathlib.Path]:
-        """Writes NAME.json, NAME.txt, NAME.trace.json.gz and, with matplotlib, NAME.png."""
+        """Writes NAME.json and NAME.txt."""
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / f"{name}.json", folder / f"{name}.txt"]
         files[0].write_text(self.to_json(), "utf-8")
         files[1].write_text(f"{self}\n", "utf-8")
-        if self.events:
-            files.append(self.write_trace(folder / f"{name}.trace.json.gz"))
-        with contextlib.suppress(ImportError):
-            files.append(self.draw(folder / f"{name}.png"))
         return files
-
-
-def heaviest(groups: Sequence[Group], most: int) -> tuple[list[Group], Group | None]:
-    """The first ones, and the others as one."""
-    rest = groups[most:]
-    if not rest:
-        return list(groups), None
-    return list(groups[:most]), Group(f"{len(rest)} others", tuple(each for group in rest for each in group.kernels))

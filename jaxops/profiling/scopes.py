@@ -1,20 +1,15 @@
-"""Where in a model an instruction comes from: JAX's named scopes, and the paths of nnx modules, which have none."""
+"""Where in a model an instruction comes from: the path that JAX gives it and XLA keeps as `op_name`."""
 
 import contextlib
-import dataclasses
 import functools
 import re
-import sys
-import threading
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import jax
 
-from jaxops._lib.planning import jit_keys
-
 _WRAPPED = re.compile(r"([\w.\-]+)\((.*)\)$")
-# Parts of a path that are transformations and calls, not the user's or a module's names.
+# Parts of a path that are transformations and calls, not the user's names.
 # fmt: off
 _CALLS = frozenset((
     "while", "body", "cond", "closed_call", "eval_jaxpr", "scan", "pallas_call", "triton_kernel_call",
@@ -27,12 +22,11 @@ _CHECKPOINT = ("checkpoint", "remat", "remat2", _RECOMPUTED)
 Stage = Literal["forward", "backward", "recomputed", "other"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Scope:
+class Scope(NamedTuple):
     """A place in the model.
 
     Attributes:
-      path: named scopes and modules, outermost first.
+      path: named scopes, outermost first.
       primitive: JAX's, such as "dot_general".
       stage: "recomputed": computed a second time, for `jax.checkpoint`; "other": not part of a gradient.
     """
@@ -47,17 +41,17 @@ class Scope:
 
 @functools.lru_cache(maxsize=100_000)
 def scope_of(op_name: str) -> Scope:
-    """Reads HLO's `op_name`, such as "jit(step)/transpose(jvp(Decoder))/mlp/dot_general"."""
+    """Reads HLO's `op_name`, such as "jit(step)/transpose(jvp(decoder))/mlp/dot_general"."""
     parts = _split(op_name.partition(";")[0])  # XLA joins the names of instructions that it merges
     path: list[str] = []
     wrappers: set[str] = set()
     for part in parts[:-1]:
         is_call = False
-        while found := _WRAPPED.fullmatch(part):
+        while wrapped := _WRAPPED.fullmatch(part):
             # jit(f) names a function: a call, unless it stands around a scope, as in jvp(jit(f)).
-            is_call |= found[1] in ("jit", "pjit")
-            wrappers.add(found[1])
-            part = found[2]
+            is_call |= wrapped[1] in ("jit", "pjit")
+            wrappers.add(wrapped[1])
+            part = wrapped[2]
         if part in _CHECKPOINT:
             wrappers.add(part)
             path = _once(path)
@@ -86,26 +80,8 @@ def _split(op_name: str) -> list[str]:
     return [*parts, op_name[start:]]
 
 
-def scoped() -> contextlib.AbstractContextManager[None]:
-    """Calls inside take the programs that were traced inside `module_scopes`."""
-    return jit_keys.scopes_named(True)
-
-
 @contextlib.contextmanager
-def module_scopes() -> Iterator[None]:
-    """Functions traced inside have a named scope for each call of an nnx module: the path of attributes that lead to it
-    from the module around it, or its class.
-
-    Functions that were compiled before are traced and compiled again: scopes are part of the program. They come from
-    JAX's cache on disk only with their own names and line numbers. flax is not imported; without it there are no paths.
-    """
-    nnx = sys.modules.get("flax.nnx")
-    with contextlib.nullcontext() if nnx is None else _patched(nnx.Module), scoped(), _own_metadata():
-        yield
-
-
-@contextlib.contextmanager
-def _own_metadata() -> Iterator[None]:
+def own_metadata() -> Iterator[None]:
     """Programs compiled inside are not taken from JAX's cache on disk with the names of another source."""
     key = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, key)
@@ -114,62 +90,3 @@ def _own_metadata() -> Iterator[None]:
         yield
     finally:
         jax.config.update(key, before)
-
-
-_stack = threading.local()
-_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def _patched(base: type) -> Iterator[None]:
-    """`__call__` of all subclasses of `base` opens a scope, in threads that trace inside `module_scopes`."""
-    with _lock:
-        originals = {each: each.__dict__["__call__"] for each in _subclasses(base) if "__call__" in each.__dict__}
-        for each, original in originals.items():
-            each.__call__ = _with_scope(original)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        with _lock:
-            for each, original in originals.items():
-                each.__call__ = original  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _subclasses(base: type) -> set[type]:
-    return {base}.union(*(_subclasses(each) for each in base.__subclasses__()))
-
-
-def _with_scope(call: Any) -> Any:
-    @functools.wraps(call)
-    def scoped(self, *args, **kwargs):
-        active: list = _stack.__dict__.setdefault("modules", [])
-        if not jit_keys.scopes_named.value or (active and active[-1] is self):  # super().__call__ is the same module
-            return call(self, *args, **kwargs)
-        name = (_path(active[-1], self) if active else "") or type(self).__name__
-        active.append(self)
-        try:
-            with jax.named_scope(name):
-                return call(self, *args, **kwargs)
-        finally:
-            active.pop()
-
-    return scoped
-
-
-def _path(parent: Any, child: Any, depth: int = 3) -> str:
-    """The attributes and indices that lead from one module to another; empty if none do."""
-    if isinstance(parent, dict):
-        items = parent.items()
-    elif isinstance(parent, (list, tuple)):
-        items = enumerate(parent)
-    else:
-        items = getattr(parent, "__dict__", {}).items()
-    items = [(str(name), value) for name, value in items if not str(name).startswith("_pytree")]
-    for name, value in items:
-        if value is child:
-            return name
-    for name, value in items if depth else ():
-        is_container = isinstance(value, (dict, list, tuple)) or type(value).__module__.startswith("flax.nnx")
-        if is_container and (rest := _path(value, child, depth - 1)):
-            return f"{name}/{rest}"
-    return ""

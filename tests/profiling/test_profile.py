@@ -44,8 +44,6 @@ def plain_step():
 def test_a_flax_model_and_an_optax_optimizer_are_accounted_for(plain_step):
     assert plain_step.accounted >= 0.95
     assert plain_step.step_us > 0
-    scopes = {group.name for group in plain_step.by_scope()}
-    assert {"Block/up", "Block/down"} <= scopes
     assert (
         sum(each.flops or 0 for each in plain_step.kernels) >= 3 * 2 * 2 * 512 * 64 * 256
     )  # forward, and each gradient
@@ -111,7 +109,7 @@ def test_a_function_that_is_not_jitted():
     report = profile(lambda x: double(double(x)), x, steps=1)
     assert report.program == "jit__lambda"
     assert report.kernels
-    assert report.memory is None
+    assert report.memory is not None, "of the program with most time"
 
 
 def test_static_arguments():

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxops.profiling import building, device_times, trace
+from jaxops.profiling import device_times, trace
 from jaxops.profiling.building import Recording, build
 from jaxops.profiling.machine import Ceilings
-from jaxops.profiling.trace import Event
+from jaxops.profiling.trace import Event, Launch
 
 
 def message(*fields: tuple[int, int | str | bytes]) -> bytes:
@@ -57,22 +57,34 @@ def test_a_file_of_two_devices(tmp_path):
             ("XLA Ops", 5_000, [("dot.1", 2_000_000, 3_500_000, step)]),
         ),
         plane("/device:GPU:0", ("Stream #9(MemcpyH2D)", 0, [("MemcpyH2D", 1_000, 2_000, {})])),
-        plane("/host:CPU", ("python", 0, [("call", 0, 9_000_000, {})])),
+        plane(
+            "/host:CPU",
+            (
+                "python",
+                0,
+                [
+                    ("train", 0, 9_000_000, {"step_num": "1"}),
+                    ("PjitFunction(step)", 1_000_000, 3_000_000, {}),
+                    ("PjitFunction(step)", 2_000_000, 1_000_000, {}),  # of the same call
+                    ("call", 0, 9_000_000, {}),
+                ],
+            ),
+        ),
     )
     file = tmp_path / "t.xplane.pb"
     file.write_bytes(message(*((1, of) for of in planes)))
-    found = {dataclasses.astuple(event) for event in trace.read(file)}
-    assert found == {
+    events, launches = trace.read(tmp_path)
+    assert launches == [Launch("train", 0.0, True), Launch("step", 1.0, False)]
+    assert {dataclasses.astuple(event) for event in events} == {
         ("gemm", 7.0, 3.5, 12, "Stream #7", "jit_step", "dot.1"),
         ("gemm", 14.0, 0.25, 12, "Stream #7", "jit_step", "dot.1"),
         ("MemcpyH2D", 0.001, 0.002, 0, "Stream #9", "", ""),
     }
 
 
-def test_a_report_is_of_one_step_of_one_device(monkeypatch):
+def test_a_report_is_of_one_step_of_one_device():
     """Two steps on two devices, in microseconds; nothing of one device hides what is exposed on the other."""
     card = Ceilings("card", 1.0, {}, 1.0, 1.0, "pinned", "", None, "")
-    monkeypatch.setattr(building, "ceilings", lambda: card)
     event = lambda name, start, end, device: Event(name, start, end - start, device, "Stream #1", "jit_by_hand", name)
     events = [
         event("gemm", 0, 10, 0),
@@ -82,7 +94,7 @@ def test_a_report_is_of_one_step_of_one_device(monkeypatch):
         event("nccl", 10, 20, 1),
         event("MemcpyH2D", 12, 22, 1),
     ]
-    found = build(Recording(2, events, step_us=20.0, profiled_us=21.0, complete=True))
+    found = build(Recording(2, events, step_us=20.0, profiled_us=21.0, complete=True), card)
     assert (found.devices, found.steps, found.program) == (2, 2, "jit_by_hand")
     kernels = {kernel.name: (kernel.kind, kernel.calls, kernel.us) for kernel in found.kernels}
     assert kernels == {

@@ -12,7 +12,6 @@ import jax
 rows_source = jax.make_user_context(default_value=None)  # see `jaxops.tuning.use_rows`
 problems = jax.make_user_context(default_value=None)  # see `jaxops.tuning.record`
 plans_watched = jax.make_user_context(default_value=None)  # see `jaxops._lib.planning.recorded`
-scopes_named = jax.make_user_context(default_value=False)  # see `jaxops.profiling.scopes.module_scopes`
 
 if jax.__version_info__ >= (0, 11):
     # Pallas has three values of its own, and JAX imports this part of it when it lowers the first kernel. 0.1 s.

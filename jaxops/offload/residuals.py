@@ -9,33 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jaxops.described import functions
+
 CARRY = "carry"  # a layer's input in `jaxops.offload.scan`
-# The residual names of jaxops' ops and layers. A test compares them with docs/residual_names.md.
-OF_JAXOPS = tuple(
-    f"{op}.{name}"
-    for op, names in {
-        "adaln": "out stats",
-        "all_gather_matmul": "x rows out",
-        "attention": "q k v out lse cudnn",
-        "combine": "out",
-        "fp8_grouped_matmul": "lhs rhs out",
-        "fp8_matmul": "lhs rhs out",
-        "gated_residual": "out",
-        "gated_residual_adaln": "residual out stats",
-        "grouped_glu": "x gate up gate_up out",
-        "grouped_matmul": "lhs out",
-        "grouped_wgrad": "out",
-        "matmul_reduce_scatter": "h out",
-        "modality_grouped_matmul": "lhs out",
-        "modulation": "out",
-        "moe_mlp": "x w_gate_up w_down gate up gate_up out",
-        "permute": "rows",
-        "route": "routing",
-        "router": "logits",
-        "shared_experts": "token_gate",
-    }.items()
-    for name in names.split()
-)
+# Of jaxops.nn's own values, which no op has.
+OF_LAYERS = ("modulation.out", "router.logits", "shared_experts.token_gate")
+
+
+def of_jaxops() -> tuple[str, ...]:
+    """The residual names of jaxops' ops and layers. A test compares them with docs/residual_names.md."""
+    return (*(name for function in functions() for name in function.residuals), *OF_LAYERS)
 
 
 def covers(names: Iterable[str], name: str) -> bool:
@@ -45,7 +28,7 @@ def covers(names: Iterable[str], name: str) -> bool:
 
 def unknown(names: Sequence[str], seen: Iterable[str]) -> list[str]:
     """Names that cover neither a value in seen nor a name of jaxops: one policy may serve layers that differ."""
-    known = {*seen, *OF_JAXOPS, CARRY}
+    known = {*seen, *of_jaxops(), CARRY}
     return [name for name in names if not any(covers((name,), other) for other in known)]
 
 
@@ -54,7 +37,7 @@ def check_known(names: Sequence[str], seen: Iterable[str], of: str) -> None:
     if wrong := unknown(names, seen):
         raise ValueError(
             f"the policy names {wrong[0]!r}, but no value of {of} is called so."
-            f"{did_you_mean(wrong[0], (*seen, *OF_JAXOPS, CARRY))} Its names are {', '.join(seen) or 'none at all'}; "
+            f"{did_you_mean(wrong[0], (*seen, *of_jaxops(), CARRY))} Its names are {', '.join(seen) or 'none at all'}; "
             f"{CARRY!r} is a layer's input in jaxops.offload.scan; docs/residual_names.md lists jaxops' own."
         )
 

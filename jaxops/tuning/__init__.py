@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops._lib.arrays.checks import type_name
+from jaxops._lib.planning.description import Tuning
 from jaxops._lib.planning.device import Device, current_device
 from jaxops._lib.planning.recorded import record
 from jaxops._lib.planning.tuned import store_rows, tuned_rows, use_rows
+from jaxops.described import tunings
 from jaxops.profiling import device_times_us
-from jaxops.tuning.ops import OPS, Tunable
 
 __all__ = ["TuningError", "current_device", "record", "store", "tune", "tuned_rows", "use_rows"]
 
@@ -115,16 +116,16 @@ def gpu() -> Device:
     return device
 
 
-def op_of(problem: Any) -> tuple[str, Tunable]:
+def op_of(problem: Any) -> tuple[str, Tuning]:
     """The op of a problem, by name and as the tuner knows it.
 
     Raises:
       TypeError: no op with tuned rows.
     """
-    for name, op in OPS.items():
+    for name, op in tunings().items():
         if isinstance(problem, op.problem):
             return name, op
-    raise TypeError(f"problem is {type_name(problem)}; write a Problem of {', '.join(OPS)}.")
+    raise TypeError(f"problem is {type_name(problem)}; write a Problem of {', '.join(tunings())}.")
 
 
 def candidates(problem: Any, pass_name: str, kernel: str, device: Device) -> list:
@@ -143,7 +144,7 @@ def store(rows: Sequence[dict]) -> list[pathlib.Path]:
     """
     files = []
     for name in dict.fromkeys(row["op"] for row in rows):
-        key = OPS[name].planner.row_key
+        key = tunings()[name].planner.row_key
         mine = [row for row in rows if row["op"] == name]
         files.append(store_rows(name, current_device(), mine, same=lambda a, b, key=key: key(a) == key(b)))
     return files
@@ -187,7 +188,7 @@ def _times(
 ) -> dict[Any, float]:
     """Microseconds of the five fastest tiles and of `now`, summed over all calls (the operands of each).
 
-    run: (tiles, or None for the xla backend, *operands) -> results. largest: `Tunable.largest_error`.
+    run: (tiles, or None for the xla backend, *operands) -> results. largest: `Tuning.largest_error`.
     """
 
     def compiled(t):

@@ -14,10 +14,11 @@ from rich.table import Table
 
 from jaxops import tuning
 from jaxops._lib.card import disturbance
+from jaxops._lib.planning.description import Tuning
 from jaxops._lib.planning.tuned import export_rows, remove_rows, rows_in, user_file, user_files, user_folder
 from jaxops._lib.python_program import ProgramError
 from jaxops._lib.terminal import console, show_any_text
-from jaxops.tuning.ops import OPS, Tunable
+from jaxops.described import tunings
 from jaxops.tuning.program import problems_of, run_recorded, tune_all, untuned
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -27,7 +28,7 @@ app = typer.Typer(add_completion=False, invoke_without_command=True)
 Again = Annotated[bool, typer.Option(help="also passes that have rows of yours.")]
 DryRun = Annotated[bool, typer.Option(help="measure and print, store nothing.")]
 Force = Annotated[bool, typer.Option(help="also on a card that is shared or runs at lower clocks.")]
-OneOp = Annotated[str, typer.Argument(help=f"one of {', '.join(OPS).replace('_', '-')}; by default all.")]
+OneOp = Annotated[str, typer.Argument(help=f"one of {', '.join(tunings()).replace('_', '-')}; by default all.")]
 
 
 @contextlib.contextmanager
@@ -52,7 +53,7 @@ def _word(text: str, known: Sequence[str]) -> str:
 
 def _op(text: str) -> str:
     """The op's name, or a pattern for all ops."""
-    return _word(text.replace("-", "_"), tuple(OPS)) if text else "*"
+    return _word(text.replace("-", "_"), tuple(tunings())) if text else "*"
 
 
 def _sizes(text: str, names: tuple[str, ...]) -> dict[str, int]:
@@ -131,7 +132,7 @@ def main(
     _tune([problem for problem, _ in problems], force, again=again, dry_run=dry_run)
 
 
-def _add_command(name: str, op: Tunable) -> None:
+def _add_command(name: str, op: Tuning) -> None:
     """The command that tunes shapes of one op."""
 
     @app.command(name.replace("_", "-"), help=f"Tune shapes of {name}.", no_args_is_help=True)
@@ -162,8 +163,8 @@ def _add_command(name: str, op: Tunable) -> None:
         _tune(problems, force, again=True, passes=chosen, dry_run=dry_run)
 
 
-for _name, _tunable in OPS.items():
-    _add_command(_name, _tunable)
+for _name, _tuning in tunings().items():
+    _add_command(_name, _tuning)
 
 
 @app.command("list")
@@ -173,9 +174,9 @@ def list_rows(op: OneOp = "") -> None:
     with _one_line_errors():
         stored = {file: rows_in(file) for file in user_files(_op(op))}
     for file, rows in stored.items():
-        tunable = OPS.get(file.parent.name)
+        tuning_of = tunings().get(file.parent.name)
         for row in rows:
-            fields = () if tunable is None else tunable.problem.__dataclass_fields__
+            fields = () if tuning_of is None else tuning_of.problem.__dataclass_fields__
             problem = ", ".join(f"{name}={row[name]}" for name in fields if name in row)
             tiles = ", ".join(f"{name}={value}" for name, value in row.get("tiles", {}).items())
             speed = next((f"{row[unit]} {unit}" for unit in ("tflops", "gbps") if unit in row), "")

@@ -13,7 +13,7 @@ from jaxops import tuning
 from jaxops._lib.planning.device import Device
 from jaxops._lib.planning.tuned import check_can_store, own_rows
 from jaxops._lib.python_program import ProgramError, run_program
-from jaxops.tuning.ops import OPS
+from jaxops.described import tunings
 
 
 def run_recorded(words: Sequence[str], file: pathlib.Path) -> None:
@@ -27,7 +27,7 @@ def run_recorded(words: Sequence[str], file: pathlib.Path) -> None:
 
 def _line(problem: Any, count: int) -> str:
     """Nothing for an op without tuned rows, and for sizes that are symbols: no shape is known."""
-    op = next((name for name, op in OPS.items() if isinstance(problem, op.problem)), None)
+    op = next((name for name, op in tunings().items() if isinstance(problem, op.problem)), None)
     fields = vars(problem)
     if op is None or not all(isinstance(value, (int, str)) for value in fields.values()):
         return ""
@@ -47,9 +47,10 @@ def problems_of(words: Sequence[str], say: Callable[[str], Any] = print) -> list
         command = [sys.executable, "-m", "jaxops.tuning", "record", str(file), *words]
         status = subprocess.run(command, check=False).returncode
         lines = file.read_text("utf-8").splitlines() if file.exists() else []
-    found = [(OPS[line["op"]].problem(**line["problem"]), line["traced"]) for line in map(json.loads, lines)]
+    known = ", ".join(tunings())
+    found = [(tunings()[line["op"]].problem(**line["problem"]), line["traced"]) for line in map(json.loads, lines)]
     if not found:
-        raise ProgramError(f"{' '.join(words)!r} ended with status {status} and made no plan of {', '.join(OPS)}.")
+        raise ProgramError(f"{' '.join(words)!r} ended with status {status} and made no plan of {known}.")
     if status:
         say(f"The program ended with status {status}; these are the problems until then.")
 

@@ -1,12 +1,13 @@
 """The table of docs/plans.md, the backend of "auto" by op and device: `python -m tests.contracts.devices` writes it."""
 
+import importlib
 import pathlib
 import re
 from unittest import mock
 
 from jaxops._lib.planning import device as device_module
 from jaxops._lib.planning.device import Device
-from tests.contracts.ops import OPS
+from jaxops.described import descriptions
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/plans.md"
 # By JAX's names: no NVIDIA GPU or an old one, then compute capability 8.0, 8.9, 9.0 and 10.0.
@@ -25,12 +26,14 @@ DEVICES = {
 
 
 def problems() -> dict[str, tuple]:
-    """(module, problem) by what a row is called; the ops that take their plan from the same problem share a row."""
-    found: dict[tuple, list[str]] = {}
-    for op in OPS:
-        if op.module is not None:
-            found.setdefault((op.module, op.problem), []).append(f"`{op.name}`")
-    return {", ".join(names): key for key, names in found.items()}
+    """(module, problem) by what a row is called; functions that take their plan from the same problem share a row."""
+    rows: dict[tuple, list[str]] = {}
+    for folder, description in descriptions().items():
+        for function in description.functions:
+            if function.problem is not None:
+                rows.setdefault((folder, function.problem), []).append(f"`{function.name}`")
+    modules = {key: importlib.import_module(f"jaxops.ops.{key[0]}") for key in rows}
+    return {", ".join(names): (modules[key], key[1]) for key, names in rows.items()}
 
 
 def table() -> str:

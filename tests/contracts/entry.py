@@ -33,7 +33,6 @@ class Op:
       expected: instead of `reference` and its gradients by JAX: (results, gradients by argument) of arguments and
         cotangents.
       module: where its Plan, Problem and make_plan are; None without a plan.
-      problem: what make_plan decides for a workload of a usual size; with its name where the op has several.
       multiplies: whether jax_default_matmul_precision changes what it computes.
       sharded: the call is a `jax.shard_map` of its own, which cannot stand inside of another one.
       large: sizes with which an FP8 array, or the largest array, has more than 2**31 elements, and options of `call`.
@@ -52,7 +51,6 @@ class Op:
     passes: bool = False
     expected: Callable[[Arguments, list], tuple[Any, Arguments]] | None = None
     module: types.ModuleType | None = None
-    problem: Any = None
     multiplies: bool = False
     sharded: bool = False
     large: tuple[tuple[Dims, dict[str, Any]], ...] = ()

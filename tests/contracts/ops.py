@@ -106,7 +106,6 @@ PRODUCT = {"M": 40, "K": 16, "N": 24, "G": 4}
 LARGE_ROWS = {"M": 2**20 + 128, "K": 4096, "N": 4096, "G": 8}
 GROUPED = {
     "module": grouped_matmul,
-    "problem": grouped_matmul.Problem(8, 32768, 4096, 14336, "bfloat16"),
     "multiplies": True,
 }
 GROUPED_OPS = [
@@ -145,7 +144,7 @@ GROUPED_OPS = [
         lambda a: modality_grouped_matmul_reference(a["lhs"], a["rhs"], a["offsets"]),
         wrt=("lhs", "rhs"), local=("lhs", "offsets"),
         integers=lambda rng, d: {"offsets": offsets(rng, d["M"], 2 * d["G"])}, outside=modality_outside,
-        module=grouped_matmul, problem=grouped_matmul.Problem(1, 4096, 4096, 4096, "bfloat16"), multiplies=True,
+        module=grouped_matmul, multiplies=True,
         large=(({"M": 2**20 + 128, "K": 1024, "N": 2048, "G": 8}, {}),),
     ),
     Op(
@@ -154,7 +153,7 @@ GROUPED_OPS = [
         ways_of(glu_plan, **EXACT), lambda a: grouped_glu_reference(a["x"], a["gate"], a["up"], a["offsets"]),
         wrt=("x", "gate", "up"), local=("x", "offsets"), integers=grouped_offsets,
         outside=rows_outside(("x",), (True,)),
-        module=grouped_glu, problem=grouped_glu.Problem(8, 32768, 4096, 14336, "bfloat16"), multiplies=True,
+        module=grouped_glu, multiplies=True,
         large=(({"M": 2**20 + 128, "K": 2048, "F": 4096, "G": 8}, {}),),
     ),
 ]  # fmt: skip
@@ -234,7 +233,7 @@ ROUTING_OPS = [
         ways_of(Variant(tile=TILE).plan_for),
         lambda a: permute_reference(a["x"], a["routing"]), wrt=("x",), local=("x", "routing"),
         integers=lambda rng, d: {"routing": routing_integers(rng, d)["routing"]}, outside=permute_outside,
-        module=permute, problem=permute.Problem(16384, 4096, 2, "bfloat16"),
+        module=permute,
         large=(({"T": 2**20, "D": 4096, "k": 2, "E": 8}, {}),),
     ),
     Op(
@@ -244,7 +243,7 @@ ROUTING_OPS = [
         lambda a: combine_reference(a["rows"], routing_of(a)), wrt=("rows", "weights"),
         local=("rows", "weights", "routing"),
         integers=routing_integers, outside=combine_outside,
-        module=permute, problem=permute.Problem(16384, 4096, 2, "bfloat16"),
+        module=permute,
         large=(({"T": 2**20, "D": 4096, "k": 2, "E": 8}, {}),),
     ),
     Op(
@@ -253,7 +252,7 @@ ROUTING_OPS = [
         TOKENS | {"F": 37, "N": 11}, ways_of(lambda run: mlp_plan(FEW.get(run, run)), **EXACT), mlp_reference,
         wrt=("x", "gate", "up", "down", "weights"), local=("x", "weights", "routing"), integers=routing_integers,
         outside=mlp_outside,
-        module=moe_mlp, problem=moe_mlp.Problem(16384, 2, 8, 4096, 14336, 4096, "bfloat16"), multiplies=True,
+        module=moe_mlp, multiplies=True,
         large=(({"T": 600_000, "D": 4096, "k": 2, "E": 8, "F": 4096, "N": 4096}, {}),),
     ),
     Op(
@@ -270,7 +269,7 @@ ROUTING_OPS = [
         wrt=("logits", "selection_bias"), local=("logits", "mask"),
         integers=lambda rng, d: {"mask": rng.random(d["T"]) < 0.7},
         outside=lambda a: ({"logits": ~a["mask"][:, None]}, [~a["mask"][:, None], None, None]),
-        module=route, problem=route.Problem(16384, 64), large=(),
+        module=route, large=(),
     ),
     Op(
         "update_router_bias", lambda a: jaxops.update_router_bias(a["selection_bias"], a["load"], 0.25),
@@ -349,7 +348,6 @@ FP8_OPS = [
         lambda d: {"x": f32(d["M"], d["K"]), "w": f32(d["K"], d["N"])},
         {"M": 21, "K": 32, "N": 48}, ways_of(fp8_ways) | TRITON_FP8, wrt=("x", "w"), local=("x",),
         expected=fp8_expected("x", "w"),
-        problem=fp8_matmul.Problem(8192, 4096, 14336, "blockwise", "bfloat16"),
         large=(({"M": 600_000, "K": 4096, "N": 4096}, {}),), **FP8,
     ),
     Op(
@@ -358,7 +356,6 @@ FP8_OPS = [
         ways_of(fp8_ways) | TRITON_FP8,
         wrt=("lhs", "rhs"), local=("lhs", "offsets"), integers=grouped_offsets, outside=rows_outside(("lhs",), (True,)),
         expected=fp8_expected("lhs", "rhs"),
-        problem=fp8_matmul.Problem(8192, 4096, 14336, "blockwise", "bfloat16", 8),
         large=(({"M": 600_000, "K": 4096, "N": 4096, "G": 8}, {}),), **FP8,
     ),
     Op(
@@ -367,7 +364,7 @@ FP8_OPS = [
         ways_of(lambda run: quantize.Plan("xla" if run == "xla" else "pallas")), local=("x", "offsets"),
         integers=grouped_offsets,
         outside=quantize_outside, expected=quantize_expected, passes=True,
-        module=quantize, problem=quantize.Problem(16384, 4096, "bfloat16"),
+        module=quantize,
         large=(({"M": 600_000, "K": 4096, "G": 8}, {}),),
     ),
     Op(

@@ -34,12 +34,11 @@ def adaln_shapes(names: tuple[str, ...]) -> Callable[[Dims], Arguments]:
 
 
 def adaln_op(name: str, names: tuple[str, ...], call, reference, outside, **more) -> Op:
-    gated = "gate" in names
     return Op(
         name, call, adaln_shapes(names), {"T": 23, "D": 10, "B": 4}, ways_of(adaln_plan), reference,
         wrt=names, local=tuple(name for name in (*names, "offsets") if name in ("x", "h", "offsets")),
         integers=lambda rng, d: {"offsets": offsets(rng, d["T"], d["B"])}, outside=outside,
-        module=adaln, problem=adaln.Problem(65536, 3072, 64, "bfloat16", gated), **more,
+        module=adaln, **more,
     )  # fmt: skip
 
 

@@ -87,7 +87,7 @@ ATTENTION_OPS = [
         local=(*CACHED, "cos", "sin"),
         integers=lambda rng, d: {"at": rng.integers(-1, d["S"] + 1, d["B"]).astype(np.int32)},
         outside=cached_outside, passes=True, module=cached_attention,
-        problem=cached_attention.Problem(16, 32, 4, 1152, 128, "bfloat16"), multiplies=True,
+        multiplies=True,
         large=(({"B": 64, "K": 8, "G": 2, "S": 40_000, "H": 128}, {}),),
     ),
     Op(
@@ -95,7 +95,7 @@ ATTENTION_OPS = [
         {"T": 23, "S": 26, "K": 2, "G": 2, "H": 10, "B": 4}, ways_of(attention_plan, **EXACT),
         attention(packed_attention_reference), wrt=NAMES, local=(*NAMES, "until", "offsets", "kv_offsets"),
         integers=attention_integers, outside=attention_outside, module=packed_attention,
-        problem=packed_attention.Problem(16384, 16384, 24, 24, 128, "bfloat16", "causal"), multiplies=True,
+        multiplies=True,
         large=(({"T": 1_200_000, "S": 1_200_000, "K": 4, "G": 4, "H": 128, "B": 64}, {}),),
     ),
 ]  # fmt: skip

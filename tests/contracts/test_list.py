@@ -5,6 +5,7 @@ import pytest
 
 import jaxops
 import jaxops.nn
+from jaxops.described import functions
 from tests.contracts.layers import LAYERS, NO_LAYERS
 from tests.contracts.ops import NO_OPS, OPS
 from tests.contracts.run import EVERYTHING, small
@@ -13,6 +14,7 @@ from tests.contracts.run import EVERYTHING, small
 def test_the_list_has_every_public_name():
     """A new op or layer goes into tests/contracts/ops.py or layers.py: then every rule is tested for it."""
     assert sorted(op.name for op in OPS) == sorted(set(jaxops.__all__) - NO_OPS)
+    assert sorted(function.name for function in functions()) == sorted(op.name for op in OPS), "describe.py lacks one"
     layers = {layer.name.split("-")[0] for layer in LAYERS}  # some have several entries, as "GroupedLinear-fp8"
     assert layers == {f"nn.{name}" for name in set(jaxops.nn.__all__) - NO_LAYERS}
 

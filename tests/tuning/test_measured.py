@@ -7,10 +7,10 @@ import pytest
 
 import jaxops.tuning
 from jaxops._lib.planning.device import Device
+from jaxops.described import tunings
 from jaxops.ops.grouped_matmul import Problem, Tiles
 from jaxops.ops.grouped_matmul.plan import PLANNER
 from jaxops.tuning import store, tune
-from jaxops.tuning.ops import OPS
 from jaxops.tuning.program import untuned
 
 CARD = Device("NVIDIA Test", "gpu")
@@ -37,7 +37,7 @@ def row(name: str = "fwd", kernel: str = "pallas", **change) -> dict:
 def clock(monkeypatch) -> list[tuple[Tiles, int]]:
     """What `tune` measures of CLOCK: (tiles, calls)."""
     monkeypatch.setattr(jaxops.tuning, "current_device", lambda: CARD)
-    op, portable, programs, measured = OPS["grouped_matmul"], PLANNER.plan("xla"), [], []
+    op, portable, programs, measured = tunings()["grouped_matmul"], PLANNER.plan("xla"), [], []
     monkeypatch.setattr(op, "run", lambda name, problem, _, *given, run=op.run: run(name, problem, portable, *given))
 
     def device_times_us(program, *_, iterations):
@@ -85,7 +85,7 @@ def test_untuned_is_what_no_row_of_ones_own_serves(rows, wanted, monkeypatch):
     store(rows)
     assert untuned(TINY, CARD) == wanted
     assert untuned(TINY, Device("NVIDIA Other", "gpu")) == ["fwd", "dgrad", "wgrad"]
-    monkeypatch.setattr(OPS["grouped_matmul"], "kernels", lambda *_: ("pallas", "triton"))
+    monkeypatch.setattr(tunings()["grouped_matmul"], "kernels", lambda *_: ("pallas", "triton"))
     assert untuned(TINY, CARD) == ["fwd", "dgrad", "wgrad"], "each kernel needs its row"
 
 

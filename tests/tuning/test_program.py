@@ -16,10 +16,10 @@ import jaxops
 import jaxops.tuning
 from jaxops._lib.planning.device import Device
 from jaxops._lib.planning.tuned import store_rows, tuned_rows, user_file
+from jaxops.described import tunings
 from jaxops.ops import adaln, fp8_matmul, grouped_matmul, quantize
 from jaxops.tuning import TuningError, program, record, use_rows
 from jaxops.tuning import __main__ as command_line
-from jaxops.tuning.ops import OPS
 
 CARD = Device("NVIDIA Test", "gpu")
 LARGE = grouped_matmul.Problem(2, 32, 16, 24, "float32")
@@ -80,7 +80,7 @@ def test_a_program_in_this_process(script, tmp_path, monkeypatch):
             program.run_recorded(words, out)
         found = [json.loads(line) for line in out.read_text().splitlines()]
         assert [(line["op"], line["traced"]) for line in found] == [("adaln", 1), ("grouped_matmul", 2)]
-        assert OPS["grouped_matmul"].problem(**found[1]["problem"]) == LARGE
+        assert tunings()["grouped_matmul"].problem(**found[1]["problem"]) == LARGE
         assert sys.argv is before
 
 
@@ -99,7 +99,7 @@ def test_a_program_in_its_own_process(script, monkeypatch):
     assert program.problems_of(words, said.append) == [(LARGE, 2), (SMALL, 1)]
     assert said == ["The program ended with status 1; these are the problems until then."]
     script.write_text("raise SystemExit(2)")
-    with pytest.raises(program.ProgramError, match="ended with status 2 and made no plan of grouped_matmul, "):
+    with pytest.raises(program.ProgramError, match="ended with status 2 and made no plan of adaln, "):
         program.problems_of(["python", str(script)])
 
 
@@ -136,7 +136,7 @@ def test_a_session_goes_on_where_it_was_stopped(measured):
     rows = program.tune_all([LARGE, same_bucket, SMALL], start=lambda *what: started.append(what))
     assert measured[2:] == [(LARGE, ["wgrad"]), (SMALL, ["fwd"]), (SMALL, ["bwd"])]
     assert [what for what, _ in started[1:]] == [f"adaln {SMALL} fwd", f"adaln {SMALL} bwd"]
-    assert started[1][1] == len(OPS["adaln"].planner.candidates("fwd", SMALL, CARD))
+    assert started[1][1] == len(tunings()["adaln"].planner.candidates("fwd", SMALL, CARD))
     assert [row["pass"] for row in rows] == ["wgrad", "fwd", "bwd"]
     assert program.tune_all([LARGE, SMALL]) == []
 
@@ -295,7 +295,7 @@ def test_rows_name_their_op():
 )
 def test_a_call_reads_the_rows_of_its_op_and_of_its_parts(monkeypatch, op, parts):
     device = jaxops.tuning.current_device()
-    for name in OPS:
+    for name in tunings():
         store_rows(name, device, [{"pass": "none"}], same=lambda row, old: False)
     ones, offsets = jnp.ones, jnp.array([0, 4, 8])
     routing = jaxops.route(ones((4, 2)), 2)

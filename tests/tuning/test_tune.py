@@ -16,6 +16,7 @@ import jaxops.tuning
 from jaxops._lib.planning import device as device_facts
 from jaxops._lib.planning.device import Device
 from jaxops._lib.planning.tuned import read_rows, store_rows, tuned_rows, user_file
+from jaxops.described import tunings
 from jaxops.ops import (
     adaln,
     cached_attention,
@@ -31,7 +32,6 @@ from jaxops.ops.grouped_matmul import Problem, Tiles, make_plan
 from jaxops.ops.grouped_matmul.plan import PLANNER
 from jaxops.tuning import _LIMITS, _errors, tune
 from jaxops.tuning.__main__ import app
-from jaxops.tuning.ops import OPS
 
 H200 = Device("NVIDIA H200", "gpu")
 UNSHIPPED = Device("NVIDIA Test", "gpu")  # nothing is shipped for it
@@ -226,7 +226,7 @@ def faked_gpu(monkeypatch):
         return [times[calls.index(program)]] * iterations
 
     monkeypatch.setattr(jaxops.tuning, "device_times_us", device_times_us)
-    op = OPS["grouped_matmul"]
+    op = tunings()["grouped_matmul"]
     run = op.run
 
     def run_with_one_wrong_row(name, problem, plan, *operands):
@@ -267,9 +267,9 @@ def test_gain_over_the_tiles_of_now(faked_gpu, monkeypatch):
     """They are timed to the end even if six others are faster; once stored, the best tiles are the ones of now."""
     now, done = Tiles(32, 16, 16, stages=1), []
     others = [FAST, *(dataclasses.replace(FAST, panel=panel) for panel in (3, 4, 5, 6))]
-    op, portable = OPS["grouped_matmul"], PLANNER.plan("xla")  # whose times are the kernels'
+    op, portable = tunings()["grouped_matmul"], PLANNER.plan("xla")  # whose times are the kernels'
     monkeypatch.setattr(op, "run", lambda name, problem, _, *given, run=op.run: run(name, problem, portable, *given))
-    monkeypatch.setattr(OPS["grouped_matmul"], "planner", dataclasses.replace(PLANNER, search=lambda *_: others))
+    monkeypatch.setattr(tunings()["grouped_matmul"], "planner", dataclasses.replace(PLANNER, search=lambda *_: others))
     jaxops.tuning.store([{**row(1), **vars(TINY), "tiles": vars(now)}])
     faked_gpu += [0.5, 0.2, 0.1, 0.2, 0.2, 0.2, 0.2]  # now, the heuristic's, the others
     faked_gpu += [0.1, 0.3, 0.3, 0.3, 0.3, 0.3]
@@ -309,7 +309,7 @@ def test_other_ops_are_tuned_in_the_same_way(faked_gpu, monkeypatch, name):
     monkeypatch.setattr(device_facts, "gluon_missing", lambda: "it is not installed")
     problem, passes, unit = TUNED[name]
     faked_gpu += [0.5, 0.1] * len(passes)
-    op = OPS[name]
+    op = tunings()[name]
     planner = op.planner
     fewer = dataclasses.replace(planner, search=lambda *g: [dataclasses.replace(planner.heuristic(*g), warps=2)])
     monkeypatch.setattr(op, "planner", fewer)
@@ -351,7 +351,7 @@ def test_an_op_made_of_others_takes_their_rows():
 
 def test_a_transposed_problem_is_measured_transposed():
     """Rows of a transposed problem are looked up as such: what is measured must read rhs the same way."""
-    problem, op = Problem(2, 32, 16, 24, "float32", transpose_rhs=True), OPS["grouped_matmul"]
+    problem, op = Problem(2, 32, 16, 24, "float32", transpose_rhs=True), tunings()["grouped_matmul"]
     tensors = op.tensors(problem)
     assert tensors["rhs"].shape == (2, 24, 16)
     for name, shape in {"fwd": (32, 24), "dgrad": (32, 16), "wgrad": (2, 24, 16)}.items():
@@ -361,7 +361,7 @@ def test_a_transposed_problem_is_measured_transposed():
 
 
 def test_only_problems_of_ops_with_tuned_rows():
-    with pytest.raises(TypeError, match=r"write a Problem of grouped_matmul, adaln, .*, route"):
+    with pytest.raises(TypeError, match=r"write a Problem of adaln, .*, grouped_matmul, .*, route"):
         tune(moe_mlp.Problem(8, 2, 4, 8, 8, 8, "float32"))
 
 
@@ -372,7 +372,7 @@ def test_tune_with_nothing_right(faked_gpu):
 
 def test_default_routings_use_every_row():
     for problem in (Problem(7, 1000, 8, 8, "bfloat16"), Problem(256, 4096, 8, 8, "bfloat16")):
-        routings = OPS["grouped_matmul"].splits(problem)
+        routings = tunings()["grouped_matmul"].splits(problem)
         assert [sizes.sum() for sizes in routings] == [problem.M] * 2
         assert all(len(sizes) == problem.G and sizes.min() >= 0 for sizes in routings)
         assert np.ptp(routings[0]) <= 1

@@ -15,11 +15,13 @@ from jaxops.ops.grouped_matmul.plan import (
     takes_triton,
 )
 from jaxops.ops.grouped_matmul.product import grouped_matmul_sum
+from jaxops.ops.grouped_matmul.tuning import ProductTuning
 
 __all__ = [
     "LEAST_ROWS_OF_UNIT",
     "Plan",
     "Problem",
+    "ProductTuning",
     "Tiles",
     "candidates",
     "check_triton",

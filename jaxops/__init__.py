@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from jaxops.ops.cached_attention import cached_attention
     from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
     from jaxops.ops.grouped_glu import grouped_glu
-    from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, modality_grouped_matmul, ragged_dot
+    from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
+    from jaxops.ops.modality_grouped_matmul import modality_grouped_matmul
     from jaxops.ops.moe_mlp import moe_mlp
     from jaxops.ops.packed_attention import packed_attention
     from jaxops.ops.permute import combine, permute
@@ -44,7 +45,8 @@ _MODULES = {
     "jaxops.ops.cached_attention": ("cached_attention",),
     "jaxops.ops.fp8_matmul": ("fp8_grouped_matmul", "fp8_matmul"),
     "jaxops.ops.grouped_glu": ("grouped_glu",),
-    "jaxops.ops.grouped_matmul": ("grouped_matmul", "grouped_wgrad", "modality_grouped_matmul", "ragged_dot"),
+    "jaxops.ops.grouped_matmul": ("grouped_matmul", "grouped_wgrad", "ragged_dot"),
+    "jaxops.ops.modality_grouped_matmul": ("modality_grouped_matmul",),
     "jaxops.ops.moe_mlp": ("moe_mlp",),
     "jaxops.ops.packed_attention": ("packed_attention",),
     "jaxops.ops.permute": ("combine", "permute"),

@@ -4,12 +4,10 @@ import os
 import subprocess
 import sys
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxops._lib.ragged.work_list import MOST_PARTS, STEP_ROWS, least_rows_of_part
-from tests.split_sums import bounds, cases, check, work_list
+from tests.split_sums import bounds, cases, work_list
 
 
 def test_the_list_in_tritons_interpreter():
@@ -19,15 +17,6 @@ def test_the_list_in_tritons_interpreter():
     run = subprocess.run([sys.executable, "-m", "tests.split_sums"], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     assert f"{len(cases())} lists" in run.stderr
-
-
-@pytest.mark.gpu
-def test_the_list_on_a_gpu():
-    from jaxops._lib.gluon.schedule_triton import schedule_parts
-
-    for offsets, M, split in cases()[::4]:
-        work, entries = schedule_parts(jnp.asarray(offsets), M, split, zeros=100)
-        check(np.asarray(work), entries, offsets, M, split, 100)
 
 
 def test_every_row_is_in_one_part():
@@ -55,21 +44,3 @@ def test_every_row_is_in_one_part():
         assert covered == {g: hi for g, (_, hi) in enumerate(rows)}
         assert all(2 * counter < slots for counter in counters)
     assert split_groups > 20
-
-
-def test_sums_of_parts_are_the_groups():
-    """As the kernel adds them: part by part, in order, into what the result is computed from."""
-    rng = np.random.default_rng(1)
-    for offsets, M, split in cases()[4:20]:
-        x = rng.standard_normal((M, 2))
-        stored: dict[int, np.ndarray] = {}
-        sums = {}
-        for group, start, end, part in work_list(offsets, M, split):
-            stored[part % MOST_PARTS if part else -1] = own = x[start:end].sum(axis=0)
-            sums[group] = own
-            count, number = part // MOST_PARTS**2, part // MOST_PARTS % MOST_PARTS
-            if part and number == count - 1:
-                first = part % MOST_PARTS - number
-                sums[group] = sum(stored[first + i] for i in range(count))
-        for group, (lo, hi) in enumerate(bounds(offsets, M)):
-            np.testing.assert_allclose(sums[group], x[lo:hi].sum(axis=0), atol=1e-9)

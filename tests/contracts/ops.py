@@ -23,8 +23,8 @@ from jaxops.ops.grouped_glu.reference import grouped_glu_reference
 from jaxops.ops.grouped_matmul.reference import (
     grouped_matmul_reference,
     grouped_wgrad_reference,
-    modality_grouped_matmul_reference,
 )
+from jaxops.ops.modality_grouped_matmul.reference import modality_grouped_matmul_reference
 from jaxops.ops.moe_mlp.reference import moe_mlp_reference
 from jaxops.ops.permute.reference import combine_reference, permute_reference
 from jaxops.ops.route.plan import Spec

@@ -1,12 +1,12 @@
-"""Products over ragged groups on Hopper, in Gluon: pipeline, producer, mainloop and consumer loop, once for all ops.
+"""Products over ragged groups on Hopper, in Gluon: pipeline, producer and mainloop, once for all ops.
 
 A persistent kernel. One producer (a warp; four warps if rows are gathered) takes tiles from the tile scheduler and
-loads their operands by TMA into the pipeline's stages. Two consumer warp groups multiply (wgmma) and run the op's
-epilogue. Cooperative: both work on one tile, each on half of its rows. Ping-pong: each works on a tile of its own;
-while one runs the epilogue, the other multiplies. Operands are read as they lie in memory, since wgmma takes both of
-either order: no pass copies a transpose.
+loads their operands by TMA into the pipeline's stages. Two consumer warp groups multiply (wgmma), run the op's epilogue
+and store (epilogue_triton.py). Cooperative: both work on one tile, each on half of its rows. Ping-pong: each works on a
+tile of its own; while one runs the epilogue, the other multiplies. Operands are read as they lie in memory, since wgmma
+takes both of either order: no pass copies a transpose.
 
-An op passes its epilogue (see `consume`), and describes its operands (see `ragged_gemm`).
+An op passes an epilogue and describes its operands: see `ragged_gemm`.
 
 Clusters: two programs share a tile, each has half of each consumer's rows, and one loads B for both by TMA multicast.
 That pays where L2's loads bound the products, since rows that are no whole cache lines take two (5 groups of 6,000
@@ -36,10 +36,7 @@ from jaxops._lib.gluon.tile_scheduler_triton import (
     CONTRACTION,
     RING,
     ROWS,
-    count_tiles,
     finish_fetch_add,
-    locate,
-    locate_modality,
     next_in_order,
     read_tile,
     share_number,
@@ -205,54 +202,96 @@ def gather_pointers(gather, K, row, inside, PART: gl.constexpr):
 
 
 @gluon.jit
-def produce(
-    pipe, a_descs, b_descs, gather, schedule, entries, sizes, parts, tiles, OPERANDS: gl.constexpr, PANEL: gl.constexpr,
-    DYNAMIC: gl.constexpr, CUT: gl.constexpr,
-):  # fmt: skip
-    """Loads the operands of this program's tiles, step by step, until there are no more. CUT: see `locate`.
+def load_gathered(pipe, b_descs, s, rows, matrix, at, col, BESIDE: gl.constexpr):
+    """A step of B by TMA, and of A by the producer's threads. rows: by `gather_pointers`, of both consumers."""
+    upper, upper_mask, lower, lower_mask = rows
+    mbarrier.expect(pipe.full.index(s), b_descs[0].nbytes_per_cta * (2 if BESIDE else 1))
+    load_b(pipe, b_descs, pipe.full.index(s), s, matrix, at, col, BESIDE)
+    async_copy.async_load(pipe.a.index(2 * s), upper + at, mask=upper_mask)
+    async_copy.async_load(pipe.a.index(2 * s + 1), lower + at, mask=lower_mask)
+    async_copy.mbarrier_arrive(pipe.full.index(s), increment_count=False)
 
+
+@gluon.jit
+def load_pair(pipe, a_descs, b_descs, s, pair, matrix, row, end, at, left, col, BESIDE: gl.constexpr):
+    """A step of the operands a_descs[pair] and b_descs[pair], by TMA. BESIDE: of a_descs[0] and all b_descs."""
+    A_BYTES: gl.constexpr = a_descs[0].nbytes_per_cta
+    B_BYTES: gl.constexpr = b_descs[0].nbytes_per_cta * (2 if BESIDE else 1)
+    full = pipe.full.index(s)
+    both = row + pipe.BM // pipe.SPLIT < end
+    if pipe.KIND == ROWS and pipe.SPLIT > 1:
+        mbarrier.expect(full, 2 * A_BYTES + B_BYTES, pred=both)
+        mbarrier.expect(full, A_BYTES + B_BYTES, pred=not both)
+    else:
+        mbarrier.expect(full, pipe.SPLIT * A_BYTES + B_BYTES)
+    if len(a_descs) == 1:
+        load_step(pipe, a_descs[0], b_descs, full, s, matrix, row, at, left, col, both, BESIDE)
+    else:
+        for p in gl.static_range(len(a_descs)):
+            if pair == p:
+                load_step(pipe, a_descs[p], (b_descs[p],), full, s, matrix, row, at, left, col, both, False)
+
+
+@gluon.jit
+def ask_for_tile(t, tiles, counter, DYNAMIC: gl.constexpr, GATHERED: gl.constexpr):
+    """The program's tile after t; if `receive_tile` is to be called, only asked for."""
+    if not DYNAMIC:
+        return next_in_order(t, tiles)
+    elif GATHERED:  # several warps: one asks and passes the number on  # noqa: RET505
+        return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+    else:  # asked for before a tile's loads, needed after them
+        return start_fetch_add(counter)
+
+
+@gluon.jit
+def receive_tile(following, t, slots, turn, DYNAMIC: gl.constexpr, GATHERED: gl.constexpr):
+    """What `ask_for_tile` asked for, and the next turn among a cluster's slots.
+
+    A cluster's first program passes each number to the other one, also where both know it: through tiles without steps,
+    for which the first one loads nothing, the other one could otherwise run so far ahead that its arrivals at `shared`
+    complete two phases, and the first one misses one.
+    """
+    if DYNAMIC and not GATHERED:
+        following = gl.num_programs(0) + finish_fetch_add(following)
+    if gl.num_ctas() > 1:
+        following = share_number(slots + RING * gl.program_id(0) + turn, following, t)
+        turn = (turn + 1) % RING
+    return following, turn
+
+
+@gluon.jit
+def produce(
+    pipe, a_descs, b_descs, gather, work, sizes, places, tiles, COUNT: gl.constexpr, LOCATE: gl.constexpr,
+    OPERANDS: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr, CUT: gl.constexpr,
+):  # fmt: skip
+    """Loads the operands of this program's tiles, step by step, until there are no more.
+
+    work: the work list and its entries; behind its columns are RING slots a cluster.
+    COUNT, LOCATE: of the tile scheduler, as `count_tiles` and `locate`.
     DYNAMIC: the next tile is the next one of all programs (an atomic counter in the work list), not every
-    num_programs-th. A cluster's first program passes each number to the other one, through RING numbers behind the
-    list, also where both know it: through tiles without steps, for which the first one loads nothing, the other one
-    could otherwise run so far ahead that its arrivals at `shared` complete two phases, and the first one misses one.
+    num_programs-th.
     """
     KIND: gl.constexpr = pipe.KIND
-    SPLIT: gl.constexpr = pipe.SPLIT
-    PART: gl.constexpr = pipe.BM // SPLIT
+    GATHERED: gl.constexpr = pipe.GATHERED
+    PART: gl.constexpr = pipe.BM // pipe.SPLIT
     BESIDE: gl.constexpr = OPERANDS == "beside"
     COLS: gl.constexpr = pipe.BN // 2 if BESIDE else pipe.BN  # of C
-    BY_MODALITY: gl.constexpr = OPERANDS == "modalities"
-    B_BYTES: gl.constexpr = b_descs[0].nbytes_per_cta * (2 if BESIDE else 1)
-    WARPS: gl.constexpr = GATHER_WARPS if pipe.GATHERED else 1
-    G, M, N, K = sizes
-    num_i = 0
-    if not BY_MODALITY:
-        num_i, tiles = count_tiles(schedule, entries, G, M, N, pipe.BM, COLS, KIND, CUT)
-    elif KIND == ROWS:
-        tiles = gl.load(schedule + 4 * entries + len(parts) - 1) * gl.cdiv(N, COLS)
-    if pipe.GATHERED:
+    WARPS: gl.constexpr = GATHER_WARPS if GATHERED else 1
+    schedule, entries = work
+    G, M, K, N = sizes
+    num_i, tiles = COUNT(work, sizes, places, tiles, pipe.BM, COLS, KIND, CUT)
+    if GATHERED:
         K = K // BK * BK  # no change: tells the compiler of the alignment
     s = 0
     phase = 1
     turn = 0
     t = next_in_order(gl.program_id(0) - gl.num_programs(0), tiles)
     while t < tiles:
-        if not DYNAMIC:
-            following = next_in_order(t, tiles)
-        elif pipe.GATHERED:  # several warps: one asks and passes the number on
-            following = gl.num_programs(0) + gl.atomic_add(schedule + 5 * entries, 1, sem="relaxed")
-        else:  # asked for now, needed after this tile's loads
-            following = start_fetch_add(schedule + 5 * entries)
-        pair = 0
-        if BY_MODALITY:
-            group, matrix, row, end, col, first, size, pair = locate_modality(
-                t, schedule, entries, parts, N, pipe.BM, COLS, PANEL, KIND, len(parts)
-            )
-        else:
-            group, matrix, row, end, col, first, size = locate(
-                t, schedule, entries, num_i, (G, M, N, K), pipe.BM, COLS, PANEL, KIND, CUT
-            )
-        if pipe.GATHERED:
+        following = ask_for_tile(t, tiles, schedule + 5 * entries, DYNAMIC, GATHERED)
+        label, pair, matrix, row, end, col, first, size = LOCATE(
+            t, work, num_i, (G, M, K, N), places, pipe.BM, COLS, PANEL, KIND, CUT
+        )
+        if GATHERED:
             inside = gl.where(size > 0, end - row, 0)
             upper, upper_mask = gather_pointers(gather, K, row, inside, PART)
             lower, lower_mask = gather_pointers(gather, K, row + PART, inside - PART, PART)
@@ -263,53 +302,27 @@ def produce(
             second = steps * BK
             steps *= 2
         if KIND == ROWS:
-            write_tile(pipe.tiles, s, (group, row, end, col, steps), WARPS)
+            write_tile(pipe.tiles, s, (label, row, end, col, steps), WARPS)
         else:  # rows of all groups' C
-            write_tile(pipe.tiles, s, (group, row + matrix * end, end + matrix * end, col, steps), WARPS)
+            write_tile(pipe.tiles, s, (label, row + matrix * end, end + matrix * end, col, steps), WARPS)
         # A tile outside the groups, or of an empty group, passes a stage without operands.
         for at in range(first, first + max(steps, 1) * BK, BK):
             mbarrier.wait(pipe.empty.index(s), phase)
             if gl.num_ctas() > 1:
                 mbarrier.wait(pipe.shared.index(s), phase)
             if steps == 0:
-                mbarrier.arrive(pipe.full.index(s), count=GATHER_ARRIVALS if pipe.GATHERED else 1)
-            elif pipe.GATHERED:
-                mbarrier.expect(pipe.full.index(s), B_BYTES)
-                load_b(pipe, b_descs, pipe.full.index(s), s, matrix, at, col, BESIDE)
-                async_copy.async_load(pipe.a.index(2 * s), upper + at, mask=upper_mask)
-                async_copy.async_load(pipe.a.index(2 * s + 1), lower + at, mask=lower_mask)
-                async_copy.mbarrier_arrive(pipe.full.index(s), increment_count=False)
+                mbarrier.arrive(pipe.full.index(s), count=GATHER_ARRIVALS if GATHERED else 1)
+            elif GATHERED:
+                load_gathered(pipe, b_descs, s, (upper, upper_mask, lower, lower_mask), matrix, at, col, BESIDE)
+            elif OPERANDS == "sum":
+                summand = gl.where(at < second, 0, 1)
+                k = at - summand * second
+                load_pair(pipe, a_descs, b_descs, s, summand, matrix, row, end, k, 0, col, False)
             else:
                 left = min(first + size - at, BK)
-                full = pipe.full.index(s)
-                both = row + PART < end
-                A_BYTES: gl.constexpr = a_descs[0].nbytes_per_cta
-                if KIND == ROWS and SPLIT > 1:
-                    mbarrier.expect(full, 2 * A_BYTES + B_BYTES, pred=both)
-                    mbarrier.expect(full, A_BYTES + B_BYTES, pred=not both)
-                else:
-                    mbarrier.expect(full, SPLIT * A_BYTES + B_BYTES)
-                if OPERANDS == "sum":
-                    if at < second:
-                        load_step(pipe, a_descs[0], (b_descs[0],), full, s, matrix, row, at, 0, col, both, False)
-                    else:
-                        load_step(
-                            pipe, a_descs[1], (b_descs[1],), full, s, matrix, row, at - second, 0, col, both, False
-                        )
-                elif BY_MODALITY:
-                    for p in gl.static_range(len(parts)):
-                        if pair == p:
-                            load_step(pipe, a_descs[p], (b_descs[p],), full, s, matrix, row, at, left, col, both, False)
-                else:
-                    load_step(pipe, a_descs[0], b_descs, full, s, matrix, row, at, left, col, both, BESIDE)
+                load_pair(pipe, a_descs, b_descs, s, pair, matrix, row, end, at, left, col, BESIDE)
             s, phase = advance(s, phase, pipe.STAGES)
-        if DYNAMIC and not pipe.GATHERED:
-            following = gl.num_programs(0) + finish_fetch_add(following)
-        if gl.num_ctas() > 1:
-            slot = schedule + COLUMNS * entries + RING * gl.program_id(0) + turn
-            following = share_number(slot, following, t)
-            turn = (turn + 1) % RING
-        t = following
+        t, turn = receive_tile(following, t, schedule + COLUMNS * entries, turn, DYNAMIC, GATHERED)
     finish_tiles(pipe, s, phase)
 
 
@@ -334,11 +347,11 @@ def next_tile(pipe, s, phase, parity, WHICH: gl.constexpr):
         s = pipe.state.index(2 * WHICH).load(ONE).item()
         phase = pipe.state.index(2 * WHICH + 1).load(ONE).item()
     mbarrier.wait(pipe.full.index(s), phase)
-    group, row, end, col, steps = read_tile(pipe.tiles, s)
+    label, row, end, col, steps = read_tile(pipe.tiles, s)
     col = col // 8 * 8  # no change: tells the compiler of the alignment
     if pipe.SPLIT > 1:
         row += WHICH * (pipe.BM // pipe.SPLIT)
-    return group, row, end, col, steps, s, phase, parity
+    return label, row, end, col, steps, s, phase, parity
 
 
 @gluon.jit
@@ -385,26 +398,3 @@ def mainloop(pipe, acc, steps, s, phase, WHICH: gl.constexpr):
             pass_order(pipe, s, phase, 1 - WHICH)
     release(pipe, (s + pipe.STAGES - 1) % pipe.STAGES)
     return acc, s, phase
-
-
-@gluon.jit
-def consume(pipe, out, args, sizes, parts, WHICH: gl.constexpr, EPILOGUE: gl.constexpr, VARIANT: gl.constexpr):
-    """Computes this consumer's tiles by EPILOGUE(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH, VARIANT),
-    which calls `mainloop`, stores, and returns s, phase and an integer to carry to the next tile (0 at first).
-
-    tile: group (-1 outside the groups; see `locate_modality`), first row, end of the group's rows, first column, steps.
-    """
-    s = 0
-    phase = 0
-    parity = 1 - WHICH  # consumer 0 is first
-    carry = 0
-    more = True
-    while more:
-        group, row, end, col, steps, s, phase, parity = next_tile(pipe, s, phase, parity, WHICH)
-        more = steps >= 0
-        if row < end:
-            tile = (group, row, end, col, steps)
-            s, phase, carry = EPILOGUE(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH, VARIANT)
-        else:
-            s, phase = skip_tile(pipe, steps, s, phase, WHICH)
-    tma.store_wait(0)

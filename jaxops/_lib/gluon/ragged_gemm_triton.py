@@ -11,14 +11,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxops._lib.arrays.manual_axes import out_struct
-from jaxops._lib.gluon.gemm_triton import BK, COLUMNS, GATHER_WARPS, consume, make_pipeline, produce
+from jaxops._lib.gluon.epilogue_triton import consume
+from jaxops._lib.gluon.gemm_triton import BK, COLUMNS, GATHER_WARPS, make_pipeline, produce
 from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.gluon.layouts_triton import over_cluster
 from jaxops._lib.gluon.schedule_triton import schedule_groups, schedule_parts, schedule_rows
 from jaxops._lib.gluon.stores_triton import result_buffers, tile_layout
-from jaxops._lib.gluon.tile_scheduler_triton import CONTRACTION, RING, ROWS
+from jaxops._lib.gluon.tile_scheduler_triton import CONTRACTION, RING, ROWS, count_tiles, locate
 from jaxops._lib.ragged.tiling import tile_bound
-from jaxops._lib.ragged.work_list import Spans, least_rows_of_part
+from jaxops._lib.ragged.work_list import least_rows_of_part
 
 MOST_RESULTS = 4  # jax-triton takes results' pointers as parameters of their own, not in tuples
 
@@ -31,26 +32,33 @@ def _name(specialization) -> str:
 @gluon.jit(repr=_name)
 def ragged_gemm_kernel(
     a_descs, b_descs, gather, schedule, args, desc_0, desc_1, desc_2, desc_3, ptr_0, ptr_1, ptr_2, ptr_3,
-    entries, sizes, parts, tiles, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
-    SPLIT: gl.constexpr, DYNAMIC: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, OPERANDS: gl.constexpr,
-    BUFFERS: gl.constexpr, CUT: gl.constexpr, EPILOGUE: gl.constexpr, VARIANT: gl.constexpr,
+    entries, sizes, places, widths, tiles, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    PANEL: gl.constexpr, SPLIT: gl.constexpr, DYNAMIC: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr,
+    OPERANDS: gl.constexpr, BUFFERS: gl.constexpr, CUT: gl.constexpr, COUNT: gl.constexpr, LOCATE: gl.constexpr,
+    PIECE: gl.constexpr, LOADED: gl.constexpr, ACCUMULATE: gl.constexpr, KINDS: gl.constexpr, EPILOGUE: gl.constexpr,
+    VARIANT: gl.constexpr,
 ):  # fmt: skip
-    if CUT:  # what the epilogue counts finished parts in
-        args = (schedule + COLUMNS * entries + (RING * gl.num_programs(0) if gl.num_ctas() > 1 else 0),)
     GATHERED: gl.constexpr = gather is not None
+    PAIRED: gl.constexpr = OPERANDS == "pairs"
     pipe = make_pipeline(b_descs[0].dtype, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED)
     bufs = result_buffers(ptr_0, 2 * BUFFERS, desc_0.block_shape[1], desc_0.block_shape[2])
-    out = ((desc_0, desc_1, desc_2, desc_3), (ptr_0, ptr_1, ptr_2, ptr_3), bufs)
-    # Registers of a thread: the producer has few, unless it computes addresses or chooses among several modalities'
-    # operands.
+    out = ((desc_0, desc_1, desc_2, desc_3), (ptr_0, ptr_1, ptr_2, ptr_3), bufs, widths)
+    # Of finished parts of sums, behind a cluster's numbers of tiles.
+    counters = schedule + COLUMNS * entries + (RING * gl.num_programs(0) if gl.num_ctas() > 1 else 0)
+    # Registers of a thread: the producer has few, unless it computes addresses or chooses among pairs of operands.
     WARPS: gl.constexpr = GATHER_WARPS if GATHERED else 1
-    CONSUMER: gl.constexpr = 208 if GATHERED else 216 if OPERANDS == "modalities" else 224
-    PRODUCER: gl.constexpr = 80 if GATHERED else 72 if OPERANDS == "modalities" else 56
+    CONSUMER: gl.constexpr = 208 if GATHERED else 216 if PAIRED else 224
+    PRODUCER: gl.constexpr = 80 if GATHERED else 72 if PAIRED else 56
     gl.warp_specialize([
-        (consume, (pipe, out, args, sizes, parts, 0, EPILOGUE, VARIANT)),
-        (consume, (pipe, out, args, sizes, parts, 1, EPILOGUE, VARIANT)),
+        (consume, (
+            pipe, out, args, sizes, counters, 0, PIECE, LOADED, ACCUMULATE, CUT, PAIRED, KINDS, EPILOGUE, VARIANT,
+        )),
+        (consume, (
+            pipe, out, args, sizes, counters, 1, PIECE, LOADED, ACCUMULATE, CUT, PAIRED, KINDS, EPILOGUE, VARIANT,
+        )),
         (produce, (
-            pipe, a_descs, b_descs, gather, schedule, entries, sizes, parts, tiles, OPERANDS, PANEL, DYNAMIC, CUT,
+            pipe, a_descs, b_descs, gather, (schedule, entries), sizes, places, tiles, COUNT, LOCATE, OPERANDS, PANEL,
+            DYNAMIC, CUT,
         )),
     ], [4, WARPS], [CONSUMER, PRODUCER])  # fmt: skip
     if gl.num_ctas() > 1:
@@ -73,7 +81,7 @@ class Gemm:
 
     Attributes:
       name: of the launch, for compiled programs' texts.
-      epilogue: see `gemm_triton.consume`.
+      epilogue: see epilogue_triton.py.
       bm, bn: rows and columns of a tile, as the two consumers multiply it.
       stages: of the pipeline.
       panel: tile rows of a panel, see `swizzle`.
@@ -86,10 +94,11 @@ class Gemm:
       transposed: B is [G, N, K].
       programs: 2: a cluster computes a tile, and shares B. Not with ping_pong or gathered rows.
       operands: "one" product; the "sum" of two of equal shapes; "beside": A times two arrays of weights, whose columns
-        lie beside each other in a tile; "modalities": each modality's groups have their own array of weights.
+        lie beside each other in a tile; "pairs": a tile multiplies one of several pairs, which `order` chooses.
+      order: functions as `count_tiles` and `locate`.
       buffers: for stores, a consumer.
-      split: contraction with operands="one": the most parts of a sum over all rows, see `schedule_parts`. The epilogue
-        passes each part to `add_parts`, with the second result (`Gemm.parts`) and the counters, its args[0].
+      split: contraction with operands="one": the most parts of a sum over all rows, see `schedule_parts`.
+      piece: rows and columns of a consumer's sums that the epilogue gets at a time; as `stored` by default.
       variant: a constant for the epilogue.
     """
 
@@ -108,9 +117,11 @@ class Gemm:
     contraction: bool = False
     transposed: bool = False
     programs: int = 1
-    operands: Literal["one", "sum", "beside", "modalities"] = "one"
+    operands: Literal["one", "sum", "beside", "pairs"] = "one"
+    order: tuple[Any, Any] = (count_tiles, locate)
     buffers: int = 1
     split: int = 1
+    piece: tuple[int, int] | None = None
     variant: Any = None
 
     @property
@@ -123,8 +134,8 @@ class Gemm:
         return max(1, rows // least_rows_of_part(rows, self.split)) if rows else 1
 
     def parts(self, sizes: tuple[int, int, int, int], like: jax.Array) -> list["Result"]:
-        """The result that holds the parts of sums: `ragged_gemm`'s second one; empty where none is split."""
-        _, M, N, rows = sizes
+        """The result that holds the parts of sums: a second one; empty where none is split."""
+        _, M, rows, N = sizes
         slots, tile = self.slots(rows), self.bm * self.bn
         shape = (slots * -(-M // self.bm) * -(-N // self.bn) * tile,)
         return [] if slots == 1 else [Result(out_struct(shape, jnp.float32, like=like), tma=False)]
@@ -148,6 +159,14 @@ class Gemm:
         return TensorDescriptor.from_array(w, block, layout=layout)
 
 
+def gemm_of(name: str, epilogue, tiles, **named) -> Gemm:
+    """That of grouped_matmul's `Tiles`."""
+    return Gemm(
+        name, epilogue, tiles.bm, tiles.bn, tiles.stages, tiles.panel, (tiles.part, tiles.stored),
+        programs=tiles.programs, ping_pong=tiles.ping_pong, dynamic=tiles.dynamic, **named,
+    )  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """A result of a launch.
@@ -155,17 +174,38 @@ class Result:
     Attributes:
       type: `out_struct`.
       before: an array that gives its memory and contents to the result; None: uninitialised memory.
+      contents: what becomes of them: "kept" where the launch stores nothing; "added" to the products; "loaded" for the
+        epilogue, tile by tile, before it overwrites them.
       tma: stored by TMA; else through its pointer only.
     """
 
-    type: Any
+    type: jax.ShapeDtypeStruct
     before: jax.Array | None = None
+    contents: Literal["kept", "added", "loaded"] = "kept"
     tma: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Several pairs of operands in one launch.
+
+    Attributes:
+      places: numbers for `Gemm.order`.
+      spans: of runs (`schedule_rows`); a contraction's: the first groups of all pairs but the first
+        (`schedule_groups`).
+      tiles: how many, at most.
+      widths: of results, if each pair has its own.
+    """
+
+    places: tuple
+    spans: tuple
+    tiles: int
+    widths: tuple[int, ...] | None = None
 
 
 def ragged_gemm(
     gemm: Gemm, a: tuple, b: tuple, offsets: jax.Array, sizes: tuple[int, int, int, int], results: Sequence[Result], *,
-    args: tuple | None = None, gather: tuple | None = None, modalities: tuple | None = None, cores: int,
+    args: Sequence[tuple[str, Any]] = (), gather: tuple | None = None, pairs: Pairs | None = None, cores: int,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Launches a product.
 
@@ -173,27 +213,24 @@ def ragged_gemm(
       gemm: what is static.
       a, b: descriptors, by `Gemm.rows` and `Gemm.weights`.
       offsets: [G + 1] int32.
-      sizes: G, and M, N, K as the tile scheduler counts them: C is [M, N]; CONTRACTION: a group's C is [M, N], and K is
+      sizes: G, and M, K, N as the tile scheduler counts them: C is [M, N]; CONTRACTION: a group's C is [M, N], and K is
         how many rows the offsets count.
       results: up to four.
-      args: arrays and numbers for the epilogue.
+      args: the epilogue's operands and their kinds, see epilogue_triton.py.
       gather: A's rows as (array, int32 row indices, the array's number of rows), instead of a.
-      modalities: spans of runs (or the first groups of all modalities but the first), and of each modality its first
-        group, the end of its groups, K and N.
+      pairs: with operands="pairs".
       cores: multiprocessors.
     """
-    G, M, N, K = sizes
+    G, M, K, N = sizes
     width = gemm.bn // 2 if gemm.operands == "beside" else gemm.bn
-    spans: Spans = modalities[0] if modalities else ()
-    parts = modalities[1] if modalities else None
-    slots, tiles = 1, -(-M // gemm.bm) * -(-N // width)
+    spans = pairs.spans if pairs else ()
+    slots, tiles, wanted = 1, -(-M // gemm.bm) * -(-N // width), len(results)
     if gemm.contraction:
-        sizes, slots = (G, M, N, 0), gemm.slots(K)
+        sizes, slots, results = (G, M, 0, N), gemm.slots(K), [*results, *gemm.parts(sizes, offsets)]
         count = (G + slots - 1) * tiles
-        if parts:
-            count = sum((end - first) * -(-k // gemm.bm) * -(-n // width) for first, end, k, n in parts)
     else:
         count = tile_bound(M, G, gemm.bm) * -(-N // width)
+    count = pairs.tiles if pairs else count
     grid = min(cores // gemm.programs, count)
     exact = gemm.contraction and slots == 1  # else there may be fewer tiles: see `next_in_order`
     if not exact and gemm.programs == 1 and 2 * count > cores:
@@ -210,12 +247,16 @@ def ragged_gemm(
     descs = [OutTile(gemm.stored, layout, x.before, i) if x.tma else None for i, x in enumerate(results)]
     named = {f"desc_{i}": desc for i, desc in enumerate([*descs, *[None] * MOST_RESULTS][:MOST_RESULTS])}
     named |= {f"ptr_{i}": None for i in range(len(results), MOST_RESULTS)}
+    kinds, values = zip(*args, strict=True) if args else ((), ())
     return triton_call(
         kernel=ragged_gemm_kernel, out_type=tuple(x.type for x in results), grid=grid,
         programs=gemm.programs, name=gemm.name, flops=gemm.flops, bytes_accessed=gemm.bytes_accessed,
         a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic or zeros else schedule,
-        args=args, **named, entries=entries, sizes=sizes, parts=parts, tiles=count, BM=gemm.bm, BN=gemm.bn,
-        STAGES=gemm.stages, PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2, DYNAMIC=gemm.dynamic,
+        args=values, **named, entries=entries, sizes=sizes, places=pairs.places if pairs else None,
+        widths=pairs.widths if pairs else None, tiles=count, BM=gemm.bm, BN=gemm.bn, STAGES=gemm.stages,
+        PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2, DYNAMIC=gemm.dynamic,
         KIND=(CONTRACTION if gemm.contraction else ROWS).value, TRANSPOSED=gemm.transposed, OPERANDS=gemm.operands,
-        BUFFERS=gemm.buffers, CUT=slots > 1, EPILOGUE=gemm.epilogue, VARIANT=gemm.variant,
-    )  # fmt: skip
+        BUFFERS=gemm.buffers, CUT=slots > 1, COUNT=gemm.order[0], LOCATE=gemm.order[1],
+        PIECE=gemm.piece or gemm.stored, LOADED=sum(x.contents == "loaded" for x in results),
+        ACCUMULATE=results[0].contents == "added", KINDS=kinds, EPILOGUE=gemm.epilogue, VARIANT=gemm.variant,
+    )[:wanted]  # fmt: skip

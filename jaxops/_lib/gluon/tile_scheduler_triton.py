@@ -182,11 +182,14 @@ def place_in_panel(t, first, num_i, PANEL: gl.constexpr):
 
 
 @gluon.jit
-def count_tiles(
-    schedule, entries, G, M, N, BM: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr, CUT: gl.constexpr = False
-):
+def count_tiles(work, sizes, places, tiles, BM: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr, CUT: gl.constexpr):
     """Row tiles (ROWS: of all groups, read from the work list; CONTRACTION: of one group's C), and tiles in all (with
-    CUT, see `locate`, of all parts, read from the work list)."""
+    CUT, see `locate`, of all parts, read from the work list).
+
+    work: the work list and its entries. places, tiles: arguments of the launch that only other schedulers need.
+    """
+    schedule, entries = work
+    G, M, _K, N = sizes
     num_i = gl.load(schedule + 4 * entries) if KIND == ROWS else gl.cdiv(M, BM)
     tiles = num_i * gl.cdiv(N, BN)
     if CUT:
@@ -198,16 +201,21 @@ def count_tiles(
 
 @gluon.jit
 def locate(
-    t, schedule, entries, num_i, sizes, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr,
-    CUT: gl.constexpr = False,
+    t, work, num_i, sizes, places, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr,
+    CUT: gl.constexpr,
 ):  # fmt: skip
-    """Tile t of a product with one array of weights. CUT: a contraction whose work list is by `schedule_parts`;
-    in place of the group its column of parts.
+    """Where tile t lies.
 
-    Returns the group (-1 outside the groups), the group's matrix in B or C, the first row in C, the end of the group's
-    rows, the first column, and where the contraction starts and its length (0 outside the groups and for empty groups).
+    Returns:
+      its label for the consumers: the group, -1 outside the groups and for groups whose sum is empty. CUT, a
+        contraction whose work list is by `schedule_parts`: the list's column of parts instead, 0 for a whole sum;
+      which pair of operands it multiplies;
+      the group's matrix in B or C;
+      first row in C, end of the group's rows, first column;
+      where the contraction starts, and its length (0 outside the groups and for empty groups).
     """
-    G, M, N, K = sizes
+    schedule, entries = work
+    G, M, K, N = sizes
     num_j = gl.cdiv(N, BN)
     if KIND == ROWS:
         i, j = swizzle(t, num_i, num_j, PANEL)
@@ -215,111 +223,14 @@ def locate(
         row = gl.load(schedule + entries + i)
         end = gl.load(schedule + 2 * entries + i)
         size = gl.where(group < G, K, 0)
-        return gl.where(size > 0, group, -1), min(group, G - 1), row, end, j * BN, gl.where(size > 0, 0, K), size
+        first = gl.where(size > 0, 0, K)
+        return gl.where(size > 0, group, -1), 0, min(group, G - 1), row, end, j * BN, first, size
     rank = t // (num_i * num_j)
     i, j = swizzle(t % (num_i * num_j), num_i, num_j, PANEL)
     group = gl.load(schedule + rank)
     first = gl.load(schedule + entries + rank)
     size = gl.load(schedule + 2 * entries + rank) - first
-    found = group
+    label = group
     if CUT:
-        found = gl.load(schedule + 3 * entries + rank)
-    return gl.where(size > 0, found, -1), group, i * BM, M, j * BN, first, size
-
-
-@gluon.jit
-def modality_of_row_tile(t, schedule, entries, parts, N, BN: gl.constexpr, PANEL: gl.constexpr, COUNT: gl.constexpr):
-    """Entry in the work list, first column, and modality of tile t, in a result of N columns; modality COUNT + p:
-    columns of modality p past its own width, which are zero and come after all products.
-
-    parts: of each modality its first group, the end of its groups, K and N.
-    """
-    part = 0
-    before = 0
-    first = 0
-    high = 1
-    wide = 1
-    left = 0
-    reached = 0
-    for p in gl.static_range(2 * COUNT):
-        start = 0
-        if p % COUNT > 0:
-            start = gl.load(schedule + 4 * entries + p % COUNT - 1)
-        rows = gl.load(schedule + 4 * entries + p % COUNT) - start
-        own = gl.cdiv(parts[p % COUNT][3], BN)
-        across = own
-        if p >= COUNT:
-            across = gl.cdiv(N, BN) - own
-        here = t >= reached  # the last range that starts at or before t; empty ranges start where the next one does
-        part = gl.where(here, p, part)
-        before = gl.where(here, reached, before)
-        first = gl.where(here, start, first)
-        high = gl.where(here, rows, high)
-        left = gl.where(here, 0 if p < COUNT else own, left)
-        wide = gl.where(here, across, wide)
-        reached += rows * across
-    i, j = swizzle(t - before, high, wide, PANEL)
-    return first + i, (left + j) * BN, part
-
-
-@gluon.jit
-def modality_of_weight_tile(t, parts, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, COUNT: gl.constexpr):
-    """Entry in the work list, first row and column in the group's matrix, and modality of tile t of the weight
-    gradients."""
-    part = 0
-    before = 0
-    first = 0
-    num_i = 1
-    num_j = 1
-    reached = 0
-    for p in gl.static_range(COUNT):
-        high = gl.cdiv(parts[p][2], BM)
-        wide = gl.cdiv(parts[p][3], BN)
-        here = t >= reached
-        part = gl.where(here, p, part)
-        before = gl.where(here, reached, before)
-        first = gl.where(here, parts[p][0], first)
-        num_i = gl.where(here, high, num_i)
-        num_j = gl.where(here, wide, num_j)
-        reached += (parts[p][1] - parts[p][0]) * high * wide
-    t -= before
-    i, j = swizzle(t % (num_i * num_j), num_i, num_j, PANEL)
-    return first + t // (num_i * num_j), i * BM, j * BN, part
-
-
-@gluon.jit
-def of_modality(parts, part, WHICH: gl.constexpr, COUNT: gl.constexpr):
-    """parts[part][WHICH], of a modality known at run time."""
-    found = parts[0][WHICH]
-    for p in gl.static_range(1, COUNT):
-        found = gl.where(part == p, parts[p][WHICH], found)
-    return found
-
-
-@gluon.jit
-def locate_modality(
-    t, schedule, entries, parts, N, BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, KIND: gl.constexpr,
-    COUNT: gl.constexpr,
-):  # fmt: skip
-    """As `locate`, of a product with COUNT arrays of weights of different sizes; and the modality.
-
-    In place of the group: ROWS: how many columns of C are the modality's own; CONTRACTION: the modality.
-    """
-    if KIND == ROWS:
-        entry, col, part = modality_of_row_tile(t, schedule, entries, parts, N, BN, PANEL, COUNT)
-        multiplied = part < COUNT
-        part = part % COUNT
-        group = gl.load(schedule + entry)
-        row = gl.load(schedule + entries + entry)
-        end = gl.load(schedule + 2 * entries + entry)
-        K = of_modality(parts, part, 2, COUNT)
-        before = of_modality(parts, part, 0, COUNT)
-        multiplied = multiplied & (group >= before) & (group < of_modality(parts, part, 1, COUNT))
-        matrix = gl.where(multiplied, group - before, 0)
-        size = gl.where(multiplied, K, 0)
-        return of_modality(parts, part, 3, COUNT), matrix, row, end, col, gl.where(multiplied, 0, K), size, part
-    entry, row, col, part = modality_of_weight_tile(t, parts, BM, BN, PANEL, COUNT)
-    first = gl.load(schedule + entries + entry)
-    size = gl.load(schedule + 2 * entries + entry) - first
-    matrix = gl.load(schedule + entry) - of_modality(parts, part, 0, COUNT)
-    return part, matrix, row, of_modality(parts, part, 2, COUNT), col, first, size, part
+        label = gl.load(schedule + 3 * entries + rank)
+    return gl.where(size > 0, label, -1), 0, group, i * BM, M, j * BN, first, size

@@ -11,39 +11,17 @@ from triton.experimental.gluon import language as gl
 
 from jaxops._lib.arrays.manual_axes import out_struct
 from jaxops._lib.gluon.activations_triton import activate
-from jaxops._lib.gluon.gemm_triton import mainloop
-from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.ragged_gemm_triton import Gemm, Result, ragged_gemm
-from jaxops._lib.gluon.stores_triton import store
+from jaxops._lib.gluon.stores_triton import split_columns
 
 BM, BF = 128, 128  # rows, and columns of h, of a tile
 
 
 @gluon.jit
-def grouped_glu(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
-    """A tile of h = act(gate) * up, and of gate and up if they are results."""
-    descs, ptrs, bufs = out
-    _group, row, end, col, steps = tile
-    F = sizes[2]
-    COLS: gl.constexpr = pipe.BN // 2
-    ROWS: gl.constexpr = pipe.BM // 2
-    BUFFERS: gl.constexpr = (
-        bufs.shape[0] // 2
-    )  # a consumer's, used one after another: a store fills one while the last is read
-    MMA: gl.constexpr = accumulator(pipe.BN)
-    acc, s, phase = mainloop(pipe, gl.zeros([ROWS, pipe.BN], gl.float32, MMA), steps, s, phase, WHICH)
-    pre = acc.to(pipe.a.dtype)  # activated as they are saved: the backward sees the same numbers
-    gate, up = pre.reshape([ROWS, 2, COLS]).permute((0, 2, 1)).split()
-    if descs[1] is not None:
-        buf = bufs.index(BUFFERS * WHICH + carry)
-        store(gate, descs[1], ptrs[1], buf, row, end, col, F, MMA, True, BUFFERS - 1)
-        carry = (carry + 1) % BUFFERS
-        buf = bufs.index(BUFFERS * WHICH + carry)
-        store(up, descs[2], ptrs[2], buf, row, end, col, F, MMA, True, BUFFERS - 1)
-        carry = (carry + 1) % BUFFERS
-    h = activate(gate, ACTIVATION) * up.to(gl.float32)
-    store(h, descs[0], ptrs[0], bufs.index(BUFFERS * WHICH + carry), row, end, col, F, MMA, True, BUFFERS - 1)
-    return s, phase, (carry + 1) % BUFFERS
+def grouped_glu(acc, operands, tile, ACTIVATION: gl.constexpr):
+    """h = act(gate) * up, gate and up. They are activated as they are saved: the backward sees the same numbers."""
+    gate, up = split_columns(acc.to(tile.dtype))
+    return activate(gate, ACTIVATION) * up.to(gl.float32), gate, up
 
 
 def fwd_triton(
@@ -57,9 +35,9 @@ def fwd_triton(
     M = T if indices is None else indices.shape[0]
     gemm = Gemm(
         "grouped_glu_fwd", grouped_glu, BM, 2 * BF, stages, panel, (BM // 2, BF), dynamic=dynamic, operands="beside",
-        buffers=5 - stages, variant=activation, flops=2 * 2 * M * K * F,
+        buffers=5 - stages, piece=(BM // 2, 2 * BF), variant=activation, flops=2 * 2 * M * K * F,
     )  # fmt: skip
     h = Result(out_struct((M, F), x.dtype, like=x))
     gathered = {} if indices is None else {"gather": (x, indices, T)}
     a, b = () if gathered else (gemm.rows(x),), tuple(gemm.weights(w) for w in weights)
-    return ragged_gemm(gemm, a, b, offsets, (G, M, F, K), [h, h, h] if save else [h], **gathered, cores=cores)
+    return ragged_gemm(gemm, a, b, offsets, (G, M, K, F), [h, h, h] if save else [h], **gathered, cores=cores)

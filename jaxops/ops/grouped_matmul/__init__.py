@@ -1,10 +1,12 @@
-"""Grouped matrix multiplication over ragged, device-side row groups, with one array of weights or one a modality."""
+"""Grouped matrix multiplication over ragged, device-side row groups."""
 
-from jaxops.ops.grouped_matmul.api import grouped_matmul, grouped_wgrad, modality_grouped_matmul
+from jaxops.ops.grouped_matmul.api import grouped_matmul, grouped_wgrad
 from jaxops.ops.grouped_matmul.jax_ragged_dot import ragged_dot
-from jaxops.ops.grouped_matmul.modalities import make_plans
+from jaxops.ops.grouped_matmul.modalities import Part, Shapes, cost_of, first_groups, shapes_of
 from jaxops.ops.grouped_matmul.plan import (
     LEAST_ROWS_OF_UNIT,
+    PASSES,
+    PLANNER,
     Plan,
     Problem,
     Tiles,
@@ -14,24 +16,31 @@ from jaxops.ops.grouped_matmul.plan import (
     runs_triton,
     takes_triton,
 )
-from jaxops.ops.grouped_matmul.product import grouped_matmul_sum
+from jaxops.ops.grouped_matmul.product import Spec, grouped_matmul_sum, matmul
 from jaxops.ops.grouped_matmul.tuning import ProductTuning
 
 __all__ = [
     "LEAST_ROWS_OF_UNIT",
+    "PASSES",
+    "PLANNER",
+    "Part",
     "Plan",
     "Problem",
     "ProductTuning",
+    "Shapes",
+    "Spec",
     "Tiles",
     "candidates",
     "check_triton",
+    "cost_of",
+    "first_groups",
     "grouped_matmul",
     "grouped_matmul_sum",
     "grouped_wgrad",
     "make_plan",
-    "make_plans",
-    "modality_grouped_matmul",
+    "matmul",
     "ragged_dot",
     "runs_triton",
+    "shapes_of",
     "takes_triton",
 ]

@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._lib.planning.description import Description, Function, Given, names, product_bytes
-from jaxops.ops.grouped_matmul.api import grouped_matmul, grouped_wgrad, modality_grouped_matmul
+from jaxops.ops.grouped_matmul.api import grouped_matmul, grouped_wgrad
 from jaxops.ops.grouped_matmul.jax_ragged_dot import ragged_dot
 from jaxops.ops.grouped_matmul.plan import Problem
 from jaxops.ops.grouped_matmul.reference import (
     grouped_matmul_reference,
     grouped_wgrad_reference,
-    modality_grouped_matmul_reference,
 )
 from jaxops.ops.grouped_matmul.tuning import ProductTuning
 
@@ -57,16 +56,6 @@ DESCRIPTION = Description(
             reference=_ragged_dot,
             reference_bytes=product_bytes("lhs", "rhs"),
             problem=_PROBLEM,
-        ),
-        Function(
-            modality_grouped_matmul,
-            residuals=names("modality_grouped_matmul", "lhs out"),
-            wrt=("lhs", "rhs"),
-            reference=lambda a: modality_grouped_matmul_reference(
-                a["lhs"], a["rhs"], a["group_offsets"], transpose_rhs=a["transpose_rhs"]
-            ),
-            reference_bytes=product_bytes("lhs", "rhs"),
-            problem=Problem(1, 4096, 4096, 4096, "bfloat16"),
         ),
     ),
     tuning=ProductTuning(),

@@ -3,6 +3,7 @@ any order."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,12 @@ from jaxops.ops.grouped_matmul.xla import fwd_xla, wgrad_xla
 Arrays = tuple[jax.Array, ...]
 
 
+def _kernels() -> dict[str, Callable]:
+    from jaxops.ops.grouped_matmul import gemm_triton  # jax-triton is imported where it is called
+
+    return {"fwd": gemm_triton.fwd_triton, "wgrad": gemm_triton.wgrad_triton}
+
+
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """What is static in a call.
@@ -32,6 +39,7 @@ class Spec:
       plans: one a modality; one in all for one array of weights.
       lhs_dtype, rhs_dtype: of the operands as they were passed, which are their gradients' dtypes; of a wgrad: of lhs
         and dout.
+      kernels: the launcher of each pass of the Hopper kernels for several modalities.
     """
 
     name: str
@@ -42,6 +50,7 @@ class Spec:
     lhs_dtype: jnp.dtype
     rhs_dtype: jnp.dtype
     transpose_rhs: bool = False
+    kernels: Callable[[], dict[str, Callable]] = _kernels
 
     @property
     def backend(self) -> str:
@@ -53,16 +62,15 @@ class Spec:
         c, plans = jnp.dtype(self.compute_dtype), self.plans
         if transpose_rhs != self.transpose_rhs:
             plans = tuple(plan.swapped for plan in plans)
-        return Spec(self.name, plans, self.precision, c, jnp.dtype(out_dtype), c, c, transpose_rhs)
+        return Spec(self.name, plans, self.precision, c, jnp.dtype(out_dtype), c, c, transpose_rhs, self.kernels)
 
 
 def _launch(name: str, spec: Spec, tiles: Tiles, *operands, **how) -> Any:
     """One kernel launch of the forward ("fwd") or of the weight gradient ("wgrad")."""
     device = spec.plans[0].on
     if tiles.kernel == "triton":
-        from jaxops.ops.grouped_matmul import gemm_triton  # jax-triton is imported where it is called
-
-        kernel = functools.partial(getattr(gemm_triton, f"{name}_triton"), tiles=tiles, cores=device.cores, **how)
+        kernels = _kernels() if how["parts"] is None else spec.kernels()
+        kernel = functools.partial(kernels[name], tiles=tiles, cores=device.cores, **how)
         return sequential_vmap(kernel)(*operands)  # a call through jax-triton has no batching rule
     kernel = fwd_pallas if name == "fwd" else wgrad_pallas
     return kernel(*operands, tiles=tiles, precision=spec.precision, interpret=device.interpret, **how)

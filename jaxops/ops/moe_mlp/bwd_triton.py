@@ -12,14 +12,11 @@ import jax
 import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from jaxops._lib.arrays.manual_axes import out_struct
 from jaxops._lib.gluon.activations_triton import activate_and_slope
-from jaxops._lib.gluon.gemm_triton import mainloop
-from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.ragged_gemm_triton import Gemm, Result, ragged_gemm
-from jaxops._lib.gluon.stores_triton import split_columns, store_tile, store_window, window
+from jaxops._lib.gluon.stores_triton import split_columns
 
 BM = gl.constexpr(128)  # rows and columns of a tile
 PIECE = gl.constexpr(64)  # columns that are loaded, activated and stored at a time
@@ -28,12 +25,6 @@ PIECE = gl.constexpr(64)  # columns that are loaded, activated and stored at a t
 @gluon.jit
 def _join_columns(left, right):
     return gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
-
-
-@gluon.jit
-def _split_rows(x):
-    """The upper half and the lower half."""
-    return x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute((1, 2, 0)).split()
 
 
 @gluon.jit
@@ -59,70 +50,11 @@ def _unit_gradients(dh, gate, up, weight, PIECES: gl.constexpr, ACTIVATION: gl.c
 
 
 @gluon.jit
-def _load(gate_desc, up_desc, gate_buf, up_buf, ready, row, end, col):
-    """Starts the loads of 64 columns of gate and up into buffers that the last store has finished reading."""
-    tma.store_wait(0)
-    fence_async_shared()
-    mbarrier.expect(ready, 2 * gate_desc.nbytes_per_cta)
-    first, at = window(row, end, BM)
-    tma.async_load(gate_desc, [first, at, col], ready, gate_buf.reshape([1, BM, PIECE]))
-    tma.async_load(up_desc, [first, at, col], ready, up_buf.reshape([1, BM, PIECE]))
-
-
-@gluon.jit
-def moe_mlp_bwd(pipe, tile, s, phase, carry, out, args, sizes, parts, WHICH: gl.constexpr, ACTIVATION: gl.constexpr):
-    """A tile of dgate, dup, h and the row sums. dgate's memory holds gate before, dup's up: a piece is read, then
-    overwritten, by the same consumer. carry: parity of the loads' mbarrier."""
-    descs, ptrs, bufs = out
-    _group, row, end, col, steps = tile
-    _G, R, F, _D = sizes
-    weights = args[0]
-    MMA: gl.constexpr = accumulator(BM)
-    PIECE_MMA: gl.constexpr = accumulator(PIECE)
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows = gl.arange(0, PIECE, layout=gl.SliceLayout(1, PIECE_MMA))
-    ready = pipe.loads.index(WHICH)
-    gate_buf = bufs.index(3 * WHICH)
-    up_buf = bufs.index(3 * WHICH + 1)
-    h_buf = bufs.index(3 * WHICH + 2)
-    _load(descs[0], descs[1], gate_buf, up_buf, ready, row, end, col)
-    upper = gl.load(weights + row + rows, mask=rows < end - row, other=0.0)
-    lower = gl.load(weights + row + PIECE + rows, mask=rows < end - row - PIECE, other=0.0)
-    dh, s, phase = mainloop(pipe, gl.zeros([BM, BM], gl.float32, MMA), steps, s, phase, WHICH)
-    halves = split_columns(dh)
-    for j in gl.static_range(2):
-        if j > 0:
-            _load(descs[0], descs[1], gate_buf, up_buf, ready, row, end, col + j * PIECE)
-        mbarrier.wait(ready, carry)
-        carry ^= 1
-        quarters = _split_rows(halves[j])
-        left = col + j * PIECE
-        for i in gl.static_range(2):
-            at = row + i * PIECE
-            if at < end and left < F:  # one block: a piece's registers are free before the next one's values come
-                # Columns past F are zeros: TMA fills them in for the weights, gate and up.
-                part = gl.convert_layout(quarters[i], PIECE_MMA, assert_trivial=True)
-                gate = gate_buf.slice(i * PIECE, PIECE, dim=0)
-                up = up_buf.slice(i * PIECE, PIECE, dim=0)
-                weight = (upper if i == 0 else lower)[:, None].broadcast_to(part.shape)
-                dgate, dup, h, dot = _unit_gradients(
-                    part, gate.load(PIECE_MMA), up.load(PIECE_MMA), weight, 4, ACTIVATION
-                )
-                sums = gl.convert_layout(gl.sum(dot, axis=1), gl.SliceLayout(1, PIECE_MMA), assert_trivial=True)
-                gl.store(ptrs[3] + gl.cast(left // PIECE, gl.int64) * R + at + rows, sums, mask=rows < end - at)
-                gate.store(dgate)
-                up.store(dup)
-                h_buf.slice(i * PIECE, PIECE, dim=0).store(h)
-        if left < F:
-            if min(row + BM, end) >= BM:
-                fence_async_shared()
-                for k in gl.static_range(3):
-                    store_window(descs[k], bufs.index(3 * WHICH + k), row, end, left)
-            else:
-                for k in gl.static_range(3):
-                    piece = bufs.index(3 * WHICH + k).load(STORED)
-                    store_tile(piece, ptrs[k], row, end, left, F, STORED, True)
-    return s, phase, carry
+def moe_mlp_bwd(acc, operands, tile, ACTIVATION: gl.constexpr):
+    """dgate, dup, h and the row sums. operands: gate and up, and the rows' router weights."""
+    gate, up, weight = operands
+    dgate, dup, h, dot = _unit_gradients(acc, gate, up, weight.broadcast_to(acc.shape), 4, ACTIVATION)
+    return dgate, dup, h, gl.sum(dot, axis=1)
 
 
 def bwd_triton(
@@ -136,10 +68,11 @@ def bwd_triton(
     (R, D), (E, F, _) = dy.shape, w_down.shape
     gemm = Gemm(
         "moe_mlp_bwd", moe_mlp_bwd, BM.value, BM.value, 4, panel, (BM.value, PIECE.value), ping_pong=True,
-        dynamic=dynamic, transposed=True, buffers=3, variant=activation, flops=2 * R * F * D,
+        dynamic=dynamic, transposed=True, buffers=3, piece=(PIECE.value, PIECE.value), variant=activation,
+        flops=2 * R * F * D,
     )  # fmt: skip
     rows = out_struct((R, F), dy.dtype, like=dy)
     dots = Result(out_struct((-(-F // PIECE.value), R), jnp.float32, like=dy), tma=False)
-    results = [Result(rows, gate), Result(rows, up), Result(rows), dots]
+    results = [Result(rows, gate, "loaded"), Result(rows, up, "loaded"), Result(rows), dots]
     a, b = (gemm.rows(dy),), (gemm.weights(w_down),)
-    return ragged_gemm(gemm, a, b, offsets, (E, R, F, D), results, args=(weights,), cores=cores)
+    return ragged_gemm(gemm, a, b, offsets, (E, R, D, F), results, args=[("rows", weights)], cores=cores)

@@ -4,21 +4,18 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
-from jaxops._lib.numerics.activations import ACTIVATIONS
 from jaxops._lib.planning.device import Device
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_glu import FusedTiles, Plan, Problem, make_plan
 from jaxops.ops.grouped_glu.fwd_triton import fwd_triton
-from tests.compare import assert_close
 from tests.gluon import SHARED_BYTES, check, compiled, launched
-from tests.ops.grouped_glu.cases import make_case, reference_all
+from tests.ops.grouped_glu.cases import make_case
 
 M, K, F, G = 1000, 528, 784, 3  # no whole tiles; the kernel does not depend on them
 H200 = Device("NVIDIA H200", "gpu")
@@ -131,26 +128,6 @@ def results(x, w_gate, w_up, dh, offsets, activation, save, fused=None):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("save", ["preactivations", "nothing"])
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-@pytest.mark.parametrize("sizes", [[300, 0, 1, 723, 0, 512], [0, 0, 70], [5, 3, 0, 1]], ids=["ragged", "last", "few"])
-def test_values(sizes, activation, save):
-    """NaN outside the groups; two or more tiles a program, groups and whole problems smaller than a consumer's tile."""
-    case = make_case(sizes, 712, 1032, dtype="bfloat16", before=7, after=5)
-    got = results(*case.arrays, activation, save)
-    for name, g, w in zip(("h", "dx", "dw_gate", "dw_up"), got, reference_all(case.arrays, activation), strict=True):
-        # Gate, up, their activation and the result are rounded; in groups of one or two rows no sum averages that out.
-        assert_close(g, w, "bfloat16", name, scale=2, roundings=4)
-    for rows in got[:2]:
-        assert not np.asarray(rows)[case.outside[:, 0]].any()
-    empty = np.diff(np.asarray(case.offsets)) == 0
-    for weights in got[2:]:
-        assert not np.asarray(weights)[empty].any()
-    again = results(*case.arrays, activation, save)
-    assert [np.asarray(x).tobytes() for x in got] == [np.asarray(x).tobytes() for x in again]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("save", ["preactivations", "nothing"])
 def test_every_order_and_depth_give_the_same_bits(save):
     """The shallow pipeline has two buffers to store from, in turns."""
     case = make_case([300, 0, 1, 723, 0, 512], 712, 1032, dtype="bfloat16", before=7, after=5)
@@ -160,16 +137,3 @@ def test_every_order_and_depth_give_the_same_bits(save):
     ]
     found = [[np.asarray(x).tobytes() for x in results(*case.arrays, "silu", save, fused)] for fused in ways]
     assert found[0] == found[1] == found[2] == found[3]
-
-
-@pytest.mark.gpu
-def test_vmap():
-    cases = [
-        make_case(sizes, 72, 136, dtype="bfloat16", seed=i) for i, sizes in enumerate(([100, 200, 300], [0, 600, 0]))
-    ]
-    x, gate, up, offsets = (
-        jnp.stack(arrays) for arrays in zip(*((c.x, c.w_gate, c.w_up, c.offsets) for c in cases), strict=True)
-    )
-    got = jax.jit(jax.vmap(lambda *given: jaxops.grouped_glu(*given, backend="triton")))(x, gate, up, offsets)
-    for h, case in zip(got, cases, strict=True):
-        assert_close(h, reference_all(case.arrays)[0], "bfloat16", scale=2)

@@ -71,22 +71,6 @@ def test_every_pattern_of_empty_groups(run, empty):
     check(make_case(sizes, 37, 53, after=70 - sum(sizes)), run)  # compiled already, for test_float32
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["rhs", "transposed"])
-@pytest.mark.parametrize(
-    "empty", list(itertools.product([False, True], repeat=4)), ids=lambda p: "".join("0" if e else "x" for e in p)
-)
-def test_every_pattern_of_empty_groups_on_hopper(transpose_rhs, empty):
-    sizes = [0 if e else 5 + 70 * i for i, e in enumerate(empty)]
-    check(
-        make_case(sizes, 200, 328, after=450 - sum(sizes), dtype="bfloat16"),
-        "triton",
-        kind="bfloat16",
-        precision=None,
-        transpose_rhs=transpose_rhs,
-    )
-
-
 @pytest.mark.parametrize("run", KERNELS)
 @pytest.mark.parametrize(
     ("routings", "K", "N"),
@@ -172,13 +156,6 @@ def test_compute_dtype(run):
 @pytest.mark.parametrize(("accumulate", "dtype"), [(False, "float32"), (True, "bfloat16")], ids=["fresh", "accumulate"])
 def test_wgrad(run, accumulate, dtype):
     check_wgrad(run, accumulate, [17, 0, 40, 6], 37, 53, dtype, "float32")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("accumulate", [False, True], ids=["fresh", "accumulate"])
-@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
-def test_wgrad_on_hopper(accumulate, out_dtype):
-    check_wgrad("triton", accumulate, [17, 0, 400, 64], 200, 328, "bfloat16", out_dtype)
 
 
 def check_wgrad(run, accumulate, sizes, K, N, dtype, out_dtype):

@@ -9,7 +9,7 @@ import pytest
 
 import jaxops
 from jaxops.ops.grouped_matmul import Plan, Tiles
-from jaxops.ops.grouped_matmul.reference import modality_grouped_matmul_reference
+from jaxops.ops.modality_grouped_matmul.reference import modality_grouped_matmul_reference
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.programs import jit_once

@@ -6,9 +6,10 @@ import pytest
 
 from jaxops._lib.planning import device as device_facts
 from jaxops._lib.planning.device import Device
-from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, make_plan, make_plans
+from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, make_plan
 from jaxops.ops.grouped_matmul.modalities import Part, launches, parts_of
 from jaxops.ops.grouped_matmul.plan import PASSES
+from jaxops.ops.modality_grouped_matmul import make_plans
 from tests.ops.modality_grouped_matmul.cases import plans as plans_from
 
 H200, A100 = Device("NVIDIA H200", "gpu"), Device("NVIDIA A100-SXM4-80GB", "gpu")

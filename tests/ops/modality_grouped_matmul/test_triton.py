@@ -1,7 +1,4 @@
-"""The Hopper kernels: compiled for an H200 without one, their tile order run in Python, and run on one (marked gpu)."""
-
-import dataclasses
-import types
+"""The Hopper kernels: compiled for an H200 without one, and run on one (marked gpu)."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +8,11 @@ import pytest
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
-from jaxops._lib.gluon import tile_scheduler_triton
 from jaxops.ops.grouped_matmul import Plan, Tiles
-from jaxops.ops.grouped_matmul.gemm_triton import wgrad_triton
 from jaxops.ops.grouped_matmul.modalities import parts_of
+from jaxops.ops.modality_grouped_matmul.gemm_triton import wgrad_triton
 from tests.gluon import Kernel, check, compiled, launched
-from tests.ops.modality_grouped_matmul.cases import HOPPER, make_case, plan_of, run_all
+from tests.ops.modality_grouped_matmul.cases import HOPPER, make_case, run_all
 from tests.ops.modality_grouped_matmul.cases import check as check_values
 
 M = 1000  # the kernels do not depend on sizes
@@ -66,8 +62,7 @@ def wgrad_kernel_of(tiles: Tiles, shapes) -> Kernel:
 def check_kernel(kernel: Kernel, tiles: Tiles, folder, parts: int) -> None:
     """The mainloop of grouped_matmul; shared memory also has the tile descriptor of each part."""
     instructions = [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // 64)
-    assert kernel.name == "grouped_gemm_kernel"
-    check(kernel, instructions, 2, tiles.shared_bytes("bfloat16") + 24 * parts, folder)
+    check(kernel, instructions, 2, tiles.shared_bytes("bfloat16") + 28 * parts, folder)
     assert "st.global.v4" in kernel.ptx  # parts of tiles leave 16 bytes a thread
 
 
@@ -94,90 +89,6 @@ def test_a_users_call():
     assert launched(*call) == ["modality_grouped_matmul_fwd"]
 
 
-@pytest.fixture
-def in_python(monkeypatch):
-    """The kernel's arithmetic on Python's numbers."""
-    names = {
-        "cdiv": lambda a, b: -(-a // b),
-        "where": lambda c, a, b: a if c else b,
-        "static_range": range,
-        "load": lambda at: at[0][at[1]],
-    }
-    monkeypatch.setattr(tile_scheduler_triton, "gl", types.SimpleNamespace(**names))
-    monkeypatch.setattr(tile_scheduler_triton, "swizzle", tile_scheduler_triton.swizzle.fn)
-
-
-class Array:
-    """A pointer: numbers can be added to it."""
-
-    def __init__(self, values, at=0):
-        self.values, self.at = values, at
-
-    def __add__(self, more):
-        return Array(self.values, self.at + more)
-
-    def __sub__(self, less):
-        return self + -less
-
-    def __getitem__(self, i):
-        return (self.values, self.at)[i]
-
-
-@pytest.mark.parametrize("high", [[3, 5, 2], [0, 5, 0], [4, 0, 1], [0, 0, 7], [1, 0, 0]], ids=str)
-@pytest.mark.parametrize("width", [512, 600])
-def test_every_tile_of_the_result_is_located_once(in_python, high, width):
-    """Row tiles modality by modality; column tiles past a modality's own are zeros, and come last."""
-    sizes, BN, entries = ((0, 2, 64, 200), (2, 5, 64, 512), (5, 6, 64, 8)), 128, 30
-    schedule = Array([*[0] * 4 * entries, *np.cumsum(high).tolist(), *[sum(high)] * (entries - 3)])
-    across = -(-width // BN)
-    found = [
-        tile_scheduler_triton.modality_of_row_tile.fn(t, schedule, entries, sizes, width, BN, 4, 3)
-        for t in range(sum(high) * across)
-    ]
-    assert len({(i, col) for i, col, _ in found}) == len(found)
-    whose = np.repeat(np.arange(3), high)
-    for i, col, part in found:
-        assert part % 3 == whose[i]
-        assert (part < 3) == (col < sizes[part % 3][3])
-    multiplied = [part < 3 for *_, part in found]
-    assert multiplied == sorted(multiplied, reverse=True)
-
-
-def test_every_tile_of_the_matrices_is_located_once(in_python):
-    sizes = ((0, 2, 200, 96), (3, 5, 64, 300), (5, 6, 8, 8))  # group 2 is another launch's
-    per = [-(-k // 128) * -(-n // 256) for _, _, k, n in sizes]
-    count = sum((end - first) * tiles for (first, end, *_), tiles in zip(sizes, per, strict=True))
-    found = [tile_scheduler_triton.modality_of_weight_tile.fn(t, sizes, 128, 256, 4, 3) for t in range(count)]
-    want = [
-        (g, row, col, p)
-        for p, (first, end, k, n) in enumerate(sizes)
-        for g in range(first, end)
-        for row in range(0, k, 128)
-        for col in range(0, n, 256)
-    ]
-    assert sorted(found) == sorted(want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "tiles", TILES.values(), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}{'-ping-pong' if tiles.ping_pong else ''}"
-)
-@pytest.mark.parametrize(
-    "sizes", [[300, 0, 1, 723, 0, 512], [0, 4096, 0, 0, 64, 128], [5, 9, 70, 0, 0, 1200]], ids=["ragged", "one", "last"]
-)
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_values(tiles, sizes, dynamic):
-    """Two tiles and more a program, rings that are used again and again; NaN in whatever is no modality's."""
-    each = dataclasses.replace(tiles, dynamic=dynamic)
-    plan = Plan("triton", each, each, each)
-    case = make_case(sizes, ((2, 712, 1032), (3, 200, 264), (1, 72, 520)), dtype="bfloat16", before=7, after=5)
-    check_values(case, "triton", kind="bfloat16", precision=None, plan=plan)
-    once, again = (run_all(case.arrays(), "triton", precision=None, plan=plan) for _ in range(2))
-    assert [np.asarray(x).tobytes() for x in jax.tree.leaves(once)] == [
-        np.asarray(x).tobytes() for x in jax.tree.leaves(again)
-    ]
-
-
 @pytest.mark.gpu
 def test_float32_results_and_five_modalities():
     """float32 leaves from registers; the fifth modality is another launch's."""
@@ -192,18 +103,3 @@ def test_float32_results_and_five_modalities():
     )(case.lhs, case.rhs)
     out, *_ = run_all(case.arrays(), "triton", precision=None, plan=plan)
     np.testing.assert_array_equal(np.asarray(wide.astype(jnp.bfloat16)), np.asarray(out))
-
-
-@pytest.mark.gpu
-def test_a_matrix_that_is_nan():
-    """Of one group only: other groups' values, next to it in memory, are multiplied by zeros past K at most."""
-    case = make_case([100, 200, 300, 10, 20, 150], HOPPER, dtype="bfloat16")
-    rhs = (case.rhs[0].at[1].set(jnp.nan), *case.rhs[1:])
-    for transposed in (False, True):
-        arrays = (case.lhs, rhs, case.dout, case.offsets)
-        out, dlhs, _ = run_all(arrays, "triton", transpose_rhs=transposed, precision=None, plan=plan_of("triton"))
-        for result in (out, dlhs):
-            result = np.asarray(result, np.float32)
-            assert np.isnan(result[100:300]).any()
-            assert np.isfinite(result[:100]).all()
-            assert np.isfinite(result[300:]).all()

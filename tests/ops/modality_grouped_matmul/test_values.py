@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.grouped_matmul.reference import modality_grouped_matmul_reference
+from jaxops.ops.modality_grouped_matmul.reference import modality_grouped_matmul_reference
 from tests.compare import assert_close
 from tests.ops.modality_grouped_matmul.cases import (
     EIGHTS,

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
-from jaxops._lib.numerics.activations import ACTIVATIONS
 from jaxops._lib.planning.device import Device
 from jaxops.ops import grouped_glu, grouped_matmul
 from jaxops.ops.moe_mlp import Plan, Problem, TileOrder, make_plan
@@ -240,41 +239,6 @@ def test_values(name, dtype, fused):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("save", ["preactivations", "nothing"])
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_activations(activation, save):
-    variant = dataclasses.replace(SIZES["few"], dtype="bfloat16", activation=activation, save=save)
-    case = make_case(variant)
-    check_values(
-        jitted("triton", variant, plan=None, backend="triton", precision=None)(case), want_of(case, variant), variant
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(8))
-def test_groups_of_every_size(seed):
-    """1 to 70 rows each, in another order each time: tiles that end in each half, and pieces without rows."""
-    variant = Variant(T=600, D=136, F=136, N=136, k=1, E=17, dtype="bfloat16")
-    case = make_case(variant)
-    rng = np.random.default_rng(seed)
-    sizes = rng.integers(1, 71, size=17)
-    before = int(rng.integers(0, 20))
-    offsets = before + np.concatenate([[0], np.cumsum(sizes)])
-    offsets = put(np.minimum(offsets, 600), jnp.int32)
-    order = put(rng.permutation(600), jnp.int32)
-    routing = dataclasses.replace(
-        case["routing"],
-        row_indices=order,
-        row_positions=jnp.argsort(order).astype(jnp.int32)[:, None],
-        group_offsets=offsets,
-    )
-    case |= {"routing": routing}
-    got = jitted("triton", variant, plan=None, backend="triton", precision=None)(case)
-    check_values(got, want_of(case, variant), variant)
-    check_zeros(got, routing)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", SIZES)
 def test_gathered(name):
     """The same bits as from a copy of the rows: whole and partial tiles, rows of no expert with wild indices; in each
@@ -304,25 +268,6 @@ def test_gathered(name):
 
 
 @pytest.mark.gpu
-def test_gathered_rows_are_tokens_whatever_the_indices():
-    """An index past the last token, in a group, reads the last token, a negative one the first: no access out of
-    bounds."""
-    variant = dataclasses.replace(SIZES["ragged"], dtype="bfloat16", D=192)
-    case = make_case(variant)
-    at = int(np.asarray(case["routing"].group_offsets)[0]) + np.arange(3)
-    run = jitted("triton", variant, plan=Plan("triton", gather=True), precision=None, save="nothing")
-
-    def out(*indices: int) -> np.ndarray:
-        changed = dataclasses.replace(
-            case["routing"], row_indices=case["routing"].row_indices.at[at].set(jnp.array(indices, jnp.int32))
-        )
-        return np.asarray(run(case | {"routing": changed})["out"])
-
-    wild = np.iinfo(np.int32)
-    np.testing.assert_array_equal(out(wild.max, wild.min, variant.T), out(variant.T - 1, 0, variant.T - 1))
-
-
-@pytest.mark.gpu
 def test_bad_tokens_stay_with_themselves():
     """NaN in a token and its cotangent, whose row lies among others in its tile: they stay as they were, to the bit."""
     variant = dataclasses.replace(SIZES["few"], dtype="bfloat16")
@@ -339,34 +284,6 @@ def test_bad_tokens_stay_with_themselves():
         for name in ("dw_gate", "dw_up", "dw_down")
     ]
     assert 0 < max(spoilt) <= variant.k
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["few", "narrow"])
-def test_a_bad_expert_stays_with_its_tokens(name):
-    """NaN in one expert's down projection, next in memory to another one's: the other experts' tokens keep their
-    bits."""
-    variant = dataclasses.replace(SIZES[name], dtype="bfloat16")
-    case, _ = cases(name, "bfloat16")
-    run = jitted("triton", variant, plan=None, backend="triton", precision=None)
-    bad = int(np.argmax(np.diff(np.asarray(case["routing"].group_offsets)) > 0)) + 1
-    got, want = run(case | {"w_down": case["w_down"].at[bad].set(jnp.nan)}), run(case)
-    others = ~(np.asarray(case["routing"].experts) == variant.first + bad).any(
-        axis=1
-    )  # experts are numbered over all devices
-    assert others.any()
-    for key in ("out", "dx", "dweights"):
-        np.testing.assert_array_equal(np.asarray(got[key])[others], np.asarray(want[key])[others], err_msg=key)
-
-
-@pytest.mark.gpu
-def test_vmap():
-    variant = dataclasses.replace(SIZES["narrow"], dtype="bfloat16")
-    found = [make_case(variant, seed) for seed in range(2)]
-    run = jitted("triton", variant, plan=None, backend="triton", precision=None)
-    got = jax.jit(jax.vmap(run))(jax.tree.map(lambda *leaves: jnp.stack(leaves), *found))
-    for i, case in enumerate(found):
-        check_values(jax.tree.map(lambda leaf, i=i: leaf[i], got), want_of(case, variant), variant)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,8 @@ from tests.anew import traced_anew
 from tests.hopper import lower_for_h200, on_h200
 from tests.jaxprs import kernel_arrays, overflow_int32
 
+pytestmark = pytest.mark.versions
+
 E4M3 = "float8_e4m3fn"
 ROWS, COLUMNS = 600_000, 4096  # 2.46e9 numbers
 

@@ -21,6 +21,8 @@ from tests.contracts.test_index_width import half
 from tests.hopper import H200, costs_of, lower_for_h200, pallas_costs
 from tests.ops.moe_mlp.cases import plan_of as mlp_plan
 
+pytestmark = pytest.mark.versions
+
 
 def without_lists(found: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     return [cost for cost in found if not cost[0].startswith("schedule_")]

@@ -3,8 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
+
+pytestmark = pytest.mark.versions
 
 OPERANDS = jnp.array([0.5, 1.5]), {"power": jnp.array([2, 3]), "factor": jnp.array([3.0, 4.0]), "none": None}
 

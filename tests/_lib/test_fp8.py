@@ -24,6 +24,8 @@ from jaxops._lib.numerics.fp8 import (
 )
 from tests.ops.quantize.cases import np_cast, np_scale
 
+pytestmark = pytest.mark.versions
+
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 # Half an ulp: relative to a normal number (3 and 2 bits of mantissa), and half the least subnormal.
 RELATIVE = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}

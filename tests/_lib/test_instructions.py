@@ -8,6 +8,8 @@ from jaxops._lib.numerics import instructions
 from jaxops._lib.pallas.launch_pallas import launch
 from tests.hopper import on_h200
 
+pytestmark = pytest.mark.versions
+
 # The function, its twin, and what its assembly has.
 PAIRS = {
     "rsqrt": (instructions.rsqrt, lax.rsqrt, "float32", "rsqrt.approx.ftz.f32"),

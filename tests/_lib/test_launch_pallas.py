@@ -17,6 +17,8 @@ from tests.hopper import H200, lower_for_h200, on_h200
 from tests.jaxprs import equations, kernel_arrays, overflow_int32
 from tests.window import window
 
+pytestmark = pytest.mark.versions
+
 FP8, WIDTH = jnp.float8_e4m3fn, 16
 ROWS = 70  # 1,120 bytes: more than int32 reaches, with the fixture
 FULL = 200_000, 4096  # 0.8e9 numbers

@@ -19,6 +19,8 @@ from jaxops._lib.gluon import launch_triton
 from tests.gluon import compiled
 from tests.hopper import on_h200
 
+pytestmark = pytest.mark.versions
+
 
 @gluon.jit
 def _double_gluon(x, y, BLOCK: gl.constexpr):

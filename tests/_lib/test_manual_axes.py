@@ -8,6 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 
+pytestmark = pytest.mark.versions
+
 OFFSETS = jnp.array([0, 3, 8], jnp.int32)
 
 

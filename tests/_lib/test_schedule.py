@@ -12,6 +12,8 @@ from jaxops._lib.pallas.schedule_pallas import schedule_groups, schedule_rows, t
 from jaxops._lib.ragged.tiling import tile_bound
 from jaxops._lib.ragged.work_list import COLUMNS
 
+pytestmark = pytest.mark.versions
+
 
 def columns(schedule) -> np.ndarray:
     return np.asarray(schedule).reshape(COLUMNS, -1)

@@ -9,6 +9,8 @@ import pytest
 from jaxops._lib.ragged.work_list import MOST_PARTS, STEP_ROWS, least_rows_of_part
 from tests.split_sums import bounds, cases, work_list
 
+pytestmark = pytest.mark.versions
+
 
 def test_the_list_in_tritons_interpreter():
     """In a process of its own: Triton reads the variable where it is imported."""

@@ -1,8 +1,11 @@
 """The times that XLA's scheduler reads from kernels and allocations."""
 
 import jax
+import pytest
 
 from jaxops._lib.planning.costs import Cost, allocated
+
+pytestmark = pytest.mark.versions
 
 
 def test_nanoseconds():

@@ -20,6 +20,8 @@ from tests.contracts.run import (
     wanted,
 )
 
+pytestmark = pytest.mark.versions
+
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:

@@ -13,6 +13,8 @@ from jaxops.nn import Fp8DotGeneral, Fp8Linear
 from tests.contracts.layers import LAYERS, MAKERS
 from tests.contracts.run import small
 
+pytestmark = pytest.mark.versions
+
 MADE = {layer.name.removeprefix("nn."): layer for layer in LAYERS}
 # How it is made and what it is called with; recipe "delayed" is the one with a state that a call changes.
 EVERY = {name: (make, name) for name, make in MAKERS.items()} | {

@@ -29,6 +29,8 @@ from tests.contracts.run import (
 )
 from tests.hopper import H200
 
+pytestmark = pytest.mark.versions
+
 DEVICES, LAYERS, BATCH = min(2, jax.device_count()), 2, 2
 # Their kernels' backward takes XLA a quarter of a minute to compile for Pallas' interpreter: it is run by itself in
 # tests/ops/fp8_matmul/test_values.py, and on a GPU here.

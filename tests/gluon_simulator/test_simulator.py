@@ -16,6 +16,8 @@ from tests.gluon_simulator.layouts import BlockedLayout, NVMMADistributedLayout,
 from tests.gluon_simulator.modules import simulated_modules
 from tests.gluon_simulator.tensors import INT32, INT64, TYPES, Tensor, binary
 
+pytestmark = pytest.mark.versions
+
 gl = simulated_modules()["triton.experimental.gluon.language"]
 ROW = BlockedLayout([1], [32], [4], [0])
 BOX = BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

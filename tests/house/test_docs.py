@@ -72,7 +72,11 @@ def test_every_block_is_run_or_marked():
 
 
 def test_names_exist():
-    assert {name: unknown for name, text in TEXTS.items() if (unknown := unknown_names(text))} == {}
+    """Only the page on writing kernels names private modules."""
+    unknown = {name: names for name, text in TEXTS.items() if (names := unknown_names(text))}
+    extending = unknown.pop("docs/extending.md")
+    assert unknown == {}
+    assert all(name.startswith("jaxops._lib.") and importlib.util.find_spec(name) for name in extending)
 
 
 def test_commands_exist():

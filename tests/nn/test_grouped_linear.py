@@ -12,6 +12,8 @@ from jaxops.nn import GroupedLinear
 from tests.arrays import put
 from tests.compare import assert_close
 
+pytestmark = pytest.mark.versions
+
 G, M, IN, OUT = 4, 13, 8, 6
 OFFSETS = (0, 5, 5, 6, 11)  # group 1 is empty, the last two rows are in no group
 

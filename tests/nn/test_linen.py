@@ -22,6 +22,8 @@ from jaxops.nn import (
 )
 from tests.arrays import put
 
+pytestmark = pytest.mark.versions
+
 T, D, C, B, E, F, K = 13, 8, 6, 4, 4, 12, 2
 OFFSETS = (0, 5, 5, 6, 11)  # one sequence or group is empty, the last two rows are in none
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxops
 from jaxops.offload import OffloadError, Policy, compiler_options, named, propose, report, scan, streamed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.versions, pytest.mark.gpu]
 LAYERS, T, D, EXPERTS, HIDDEN, HEADS = 4, 4096, 1024, 8, 512, 8
 NAMES = ("carry", "attention", "middle", "router", "route", "moe_mlp", "adaln", "permute", "combine")
 

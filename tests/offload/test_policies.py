@@ -8,6 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxops
 from jaxops.offload import Policy, policy, scan
 
+pytestmark = pytest.mark.versions
+
 SIZES = {"moe_mlp.gate": 30, "moe_mlp.up": 30, "moe_mlp_2": 1, "adaln.out": 10, "router": 5}
 
 

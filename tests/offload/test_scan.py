@@ -14,6 +14,8 @@ from jaxops.offload import Policy, scan
 from tests.compare import OPTIMISED
 from tests.jaxprs import equations
 
+pytestmark = pytest.mark.versions
+
 LAYERS, T, D = 5, 6, 4
 CHOICES = ("keep", "offload", "recompute")
 

@@ -151,6 +151,7 @@ def _three_passes(name: str, rng) -> Problem:
     lhs, rhs, bias, dout, offsets = _grouped(
         rng, K=144 if "halves" in name else 136, N=264 if "halves" in name else 272
     )
+    rhs[-1, 0, 0] = np.nan  # next in memory to another group's matrix, whose rows stay numbers
     plan = Plan("triton", *[TILES[name]] * 3)
 
     def run(lhs, rhs, dout, offsets):
@@ -243,6 +244,7 @@ def _modalities(name: str, rng) -> Problem:
         lhs[offsets[lo] : offsets[hi], K:], dout[offsets[lo] : offsets[hi], N:] = np.nan, np.nan
     lhs[5, 2] = np.nan  # reaches no column past its modality's own
     rhs = tuple(whole(rng, *shape) for shape in shapes)
+    rhs[1][-1, 0, 0] = np.nan  # next in memory to another group's matrix, whose rows stay numbers
     plan = Plan("triton", *[TILES[name]] * 3)
 
     def run(lhs, rhs, dout, offsets):

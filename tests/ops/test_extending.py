@@ -13,6 +13,8 @@ import pytest
 from tests.arrays import put
 from tests.ops.hopper_cases import gradient, inside_of, offsets_of, product, spoiled, whole
 
+pytestmark = pytest.mark.versions
+
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "extending.md"
 M, K, N, G = 435, 136, 264, 5
 

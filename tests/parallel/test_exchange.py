@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxops.parallel import gather_parts, sum_parts
 from tests.devices import needs_four
 
-pytestmark = needs_four
+pytestmark = [pytest.mark.versions, needs_four]
 AXES = ["i", ("i",), ("i", "j"), ("j", "i"), "k"]  # k has one device
 
 

@@ -15,7 +15,7 @@ from tests.devices import needs_two
 from tests.parallel.cases import AXIS, DEVICES, PRODUCTS, SIZES, make, mesh_of, over, results, wanted, whole
 from tests.parallel.test_values import check
 
-pytestmark = [pytest.mark.gpu, needs_two]
+pytestmark = [pytest.mark.versions, pytest.mark.gpu, needs_two]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import pytest
 from jaxops.profiling.costs import cost_of
 from jaxops.profiling.hlo import parse
 
+pytestmark = pytest.mark.versions
+
 x, w, rows = jnp.ones((64, 128)), jnp.ones((128, 256)), jnp.arange(16)
 image, kernel = jnp.ones((2, 8, 16, 16)), jnp.ones((4, 8, 3, 3))
 convolve = lambda k, x: jax.lax.conv(x, k, (1, 1), "VALID")

@@ -6,6 +6,8 @@ import pytest
 from jaxops import profiling
 from jaxops.profiling.device_times import device_times_us, wall_times_us
 
+pytestmark = pytest.mark.versions
+
 
 def test_times_of_calls():
     calls = []

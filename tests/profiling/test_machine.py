@@ -12,6 +12,8 @@ import pytest
 from jaxops._lib.planning.device import Device, current_device
 from jaxops.profiling import Ceilings, ceilings, machine
 
+pytestmark = pytest.mark.versions
+
 TINY = machine.Sizes(1 << 12, ((16, 32, 8), (32, 8, 16)), 1 << 12)
 RATES = {"bfloat16": 800.0, "float8_e4m3fn": 1500.0, "float32": 400.0}
 CARD = Ceilings("cpu", 4000.0, RATES, 50.0, 40.0, "pinned", jax.__version__, "580.1", "2026-11-24")

@@ -12,6 +12,8 @@ from jaxops.offload.reports import needed_bytes
 from jaxops.profiling import memory, trace
 from jaxops.profiling.assignment import Held, held_at_peak, in_profile
 
+pytestmark = pytest.mark.versions
+
 ONE = 64 * 64 * 4  # bytes of a matrix
 LAYERS, ROWS, WIDTH, HIDDEN = 5, 256, 32, 128
 

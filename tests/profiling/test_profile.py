@@ -9,6 +9,8 @@ from flax import nnx
 from jaxops.profiling import Profiled, profile
 from jaxops.profiling.trace import ProfilerBusy, recorded
 
+pytestmark = pytest.mark.versions
+
 x = jnp.ones((256, 256))
 double = jax.jit(lambda x: jnp.tanh(x @ x))
 

@@ -10,6 +10,8 @@ from jaxops.profiling import Report, __main__
 from jaxops.profiling.program import profile_program, steps_in
 from jaxops.profiling.trace import Event, Launch
 
+pytestmark = pytest.mark.versions
+
 PROGRAM = """
 import functools, sys, time
 import jax, jax.numpy as jnp

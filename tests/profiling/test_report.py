@@ -9,6 +9,8 @@ from jaxops.profiling.origins import with_origins
 from jaxops.profiling.report import Group, Kernel, bound_of
 from jaxops.profiling.trace import Event
 
+pytestmark = pytest.mark.versions
+
 
 def event(name, start, us, op="", program="jit_step", device=0, stream="Stream #1"):
     return Event(name, start, us, device, stream, program, op)

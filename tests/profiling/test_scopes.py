@@ -8,6 +8,8 @@ from flax import nnx
 from jaxops.profiling.hlo import parse, scope_in
 from jaxops.profiling.scopes import Scope, own_metadata, scope_of
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.mark.parametrize(
     ("op_name", "path", "primitive", "stage"),

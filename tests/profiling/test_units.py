@@ -13,6 +13,8 @@ from jaxops.profiling.building import Recording, build
 from jaxops.profiling.machine import Ceilings
 from jaxops.profiling.trace import Event, Launch
 
+pytestmark = pytest.mark.versions
+
 
 def message(*fields: tuple[int, int | str | bytes]) -> bytes:
     """A protocol buffer message of varints, and strings or messages."""

@@ -95,7 +95,7 @@ def load_operand(arg, tile, N, KIND: gl.constexpr, SHAPE: gl.constexpr):
         return arg[:, None]
     elif KIND == "columns":  # noqa: RET505  # decided at compile time
         cols = tile.col + column_numbers(SHAPE)
-        mask = cols < gl.where(tile.group >= 0, N, 0)
+        mask = cols < gl.where(tile.group >= 0, N, 0) // 8 * 8  # no change: tells the compiler of the alignment
         return gl.load(arg + tile.group * N + cols, mask=mask, other=0.0)[None, :]
     elif KIND == "groups":
         return gl.load(arg + tile.group, mask=tile.group >= 0, other=0.0)
@@ -140,9 +140,10 @@ def store_piece(
     if widths is None:
         for r in gl.static_range(len(values)):
             if ptrs[r] is not None:
-                buf = bufs.index(BUFFERS * WHICH + turn)
+                buf = bufs.index(WHICH if BUFFERS == 1 else BUFFERS * WHICH + turn)
                 store_value(values[r], descs[r], ptrs[r], buf, tile, N, BUFFERS - 1)
-                turn = (turn + 1) % BUFFERS
+                if BUFFERS > 1:
+                    turn = (turn + 1) % BUFFERS
     else:
         for p in gl.static_range(len(widths)):
             if (tile.pair == p) & (tile.col < widths[p]):

@@ -18,6 +18,8 @@ from tests.hopper import lower_for_h200
 from tests.ops.adaln.cases import OPERANDS, Variant, apply
 from tests.plans import by_choices
 
+pytestmark = pytest.mark.versions
+
 make_plan = by_choices(adaln.make_plan)
 
 H200 = Device("NVIDIA H200", "gpu")

@@ -11,6 +11,8 @@ from jaxops.ops.cached_attention.plan import heuristic, shared_bytes
 from tests.ops.packed_attention.test_plan import COLUMNS, SHARED
 from tests.plans import by_choices
 
+pytestmark = pytest.mark.versions
+
 make_plan = by_choices(cached_attention.make_plan)
 
 H200 = Device("NVIDIA H200", "gpu")

@@ -16,6 +16,8 @@ from tests.compare import assert_close
 from tests.jaxprs import equations
 from tests.ops.fp8_matmul.cases import FEW, Case, apply, kind_of, make_case, options_of, reference
 
+pytestmark = pytest.mark.versions
+
 DENSE = make_case(21, 32, 48)
 GROUPS = make_case(40, 32, 48, sizes=(9, 0, 21, 2), before=3)
 

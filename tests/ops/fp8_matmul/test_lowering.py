@@ -15,6 +15,8 @@ from jaxops.ops.fp8_matmul.plan import PASSES
 from tests.hopper import H200
 from tests.ops.fp8_matmul.cases import operand_shapes
 
+pytestmark = pytest.mark.versions
+
 L4 = AbstractDevice(device_kind="NVIDIA L4", num_cores=58, platform="gpu")
 SMALL = Problem(300, 520, 400, "blockwise", "bfloat16")  # nothing but K is whole tiles
 G = 3

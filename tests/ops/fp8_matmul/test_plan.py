@@ -15,6 +15,8 @@ from jaxops.ops.fp8_matmul import RECIPES, Plan, Problem, Tiles, candidates
 from jaxops.ops.fp8_matmul.plan import PASSES, heuristic
 from tests.plans import by_choices
 
+pytestmark = pytest.mark.versions
+
 make_plan = by_choices(fp8_matmul.make_plan)
 
 H200, L4 = Device("NVIDIA H200", "gpu"), Device("NVIDIA L4", "gpu")

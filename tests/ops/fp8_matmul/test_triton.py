@@ -20,6 +20,8 @@ from tests.hopper import on_h200
 from tests.jaxprs import equations
 from tests.ops.fp8_matmul.cases import shapes_in
 
+pytestmark = pytest.mark.versions
+
 H200 = Device("NVIDIA H200", "gpu")
 M, K, N, G = 1000, 528, 784, 3  # no whole tiles; the kernels do not depend on them but for N % 8
 ODD_N = 783

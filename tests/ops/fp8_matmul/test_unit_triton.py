@@ -26,6 +26,8 @@ from tests.ops.fp8_matmul.cases import operand_shapes, options_of
 from tests.ops.hopper_cases import wild_indices
 from tests.ops.quantize.cases import bits_of
 
+pytestmark = pytest.mark.versions
+
 M, K, F, G = 1000, 528, 384, 3  # no whole tiles of rows; the kernel does not depend on the sizes
 T = 500  # tokens from which rows are gathered
 

@@ -13,6 +13,8 @@ from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.grouped_glu.cases import make_case, plan_of
 
+pytestmark = pytest.mark.versions
+
 SIZES = [9, 0, 21, 2]
 CASE = make_case(SIZES, 12, 20, before=3, after=5)
 CLEAN_X = put(np.where(CASE.outside, 0, CASE.x))

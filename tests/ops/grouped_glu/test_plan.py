@@ -16,6 +16,8 @@ from jaxops.ops.grouped_matmul.plan import PASSES as PRODUCT_PASSES
 from tests.hopper import lower_for_h200
 from tests.plans import by_choices, choices
 
+pytestmark = pytest.mark.versions
+
 make_plan = by_choices(grouped_glu.make_plan)
 
 H200, A100, L4, CPU, TPU = (

@@ -17,6 +17,8 @@ from jaxops.ops.grouped_glu.fwd_triton import fwd_triton
 from tests.gluon import SHARED_BYTES, check, compiled, launched
 from tests.ops.grouped_glu.cases import make_case
 
+pytestmark = pytest.mark.versions
+
 M, K, F, G = 1000, 528, 784, 3  # no whole tiles; the kernel does not depend on them
 H200 = Device("NVIDIA H200", "gpu")
 PROBLEM = Problem(G, M, K, F, "bfloat16")

@@ -13,6 +13,8 @@ from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.grouped_matmul.cases import KERNELS, make_case, plan_of
 
+pytestmark = pytest.mark.versions
+
 SIZES = [9, 0, 21, 2]
 CASE = make_case(SIZES, 16, 24, before=3, after=5)
 

@@ -33,7 +33,7 @@ SHIPPED = [
 
 
 EIGHTS = Problem(8, 1000, 504, 704, "bfloat16")  # what the Hopper kernel can multiply, PROBLEM it cannot
-pytestmark = pytest.mark.usefixtures("jax_triton")
+pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("jax_triton")]
 
 
 def mark(panel: int) -> Tiles:

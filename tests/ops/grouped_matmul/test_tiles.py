@@ -12,7 +12,7 @@ from jaxops.ops.grouped_matmul import Problem, make_plan
 from jaxops.ops.grouped_matmul.plan import heuristic
 
 H200, H100 = Device("NVIDIA H200", "gpu"), Device("NVIDIA H100 80GB HBM3", "gpu")
-pytestmark = pytest.mark.usefixtures("jax_triton")
+pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("jax_triton")]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import jaxops
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from tests.hopper import H200, lower_for_h200
 
+pytestmark = pytest.mark.versions
+
 SHAPES = ((2, 16, 24), (1, 24, 8))
 
 

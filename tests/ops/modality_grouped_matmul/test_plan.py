@@ -12,6 +12,8 @@ from jaxops.ops.grouped_matmul.plan import PASSES
 from jaxops.ops.modality_grouped_matmul import make_plans
 from tests.ops.modality_grouped_matmul.cases import plans as plans_from
 
+pytestmark = pytest.mark.versions
+
 H200, A100 = Device("NVIDIA H200", "gpu"), Device("NVIDIA A100-SXM4-80GB", "gpu")
 CPU, TPU = Device("cpu", "cpu"), Device("TPU v5 lite", "tpu")
 VISION, TEXT, AUDIO = (8, 2048, 4096), (64, 2048, 1024), (16, 1024, 1408)

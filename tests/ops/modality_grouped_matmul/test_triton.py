@@ -15,6 +15,8 @@ from tests.gluon import Kernel, check, compiled, launched
 from tests.ops.modality_grouped_matmul.cases import HOPPER, make_case, run_all
 from tests.ops.modality_grouped_matmul.cases import check as check_values
 
+pytestmark = pytest.mark.versions
+
 M = 1000  # the kernels do not depend on sizes
 SHAPES = ((2, 528, 784), (3, 136, 272), (1, 264, 128), (2, 400, 400))
 TILES = {

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from tests.compare import assert_close
 from tests.ops.moe_mlp.cases import NAMES, SHARD, clean, compiled, make_case, mlp
 
+pytestmark = pytest.mark.versions
+
 CASE = clean(make_case(SHARD))
 ROUTING, OPERANDS = CASE["routing"], (CASE["x"], CASE["routing"].weights, CASE["w_gate"], CASE["w_up"], CASE["w_down"])
 

@@ -23,6 +23,8 @@ from tests.ops.moe_mlp.test_fp8 import compiled
 from tests.ops.moe_mlp.test_triton import launched, routing_of, shape
 from tests.ops.quantize.cases import bits_of
 
+pytestmark = pytest.mark.versions
+
 H200 = Device("NVIDIA H200", "gpu")
 PROBLEM = Problem(4096, 2, 8, 1024, 3584, 1024, "bfloat16", "blockwise")
 TILES = fp8_matmul.Tiles("triton", 128, 128, stages=3, panel=2)

@@ -14,6 +14,8 @@ from jaxops.ops.moe_mlp import Plan, Problem, TileOrder
 from tests.hopper import lower_for_h200
 from tests.plans import by_choices, choices
 
+pytestmark = pytest.mark.versions
+
 make_plan = by_choices(moe_mlp.make_plan)
 
 H200, L4, CPU, TPU = (

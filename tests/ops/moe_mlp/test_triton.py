@@ -23,6 +23,8 @@ from tests.hopper import H200 as ABSTRACT
 from tests.ops.moe_mlp.cases import NAMES, Variant, check_values, check_zeros, has_row, make_case, want_of
 from tests.ops.moe_mlp.cases import compiled as jitted
 
+pytestmark = pytest.mark.versions
+
 R, D, F, E = 1000, 528, 784, 3  # no whole tiles; the kernel does not depend on them
 H200 = Device("NVIDIA H200", "gpu")
 PROBLEM = Problem(4096, 2, 8, 1024, 3584, 1024, "bfloat16")

@@ -19,6 +19,8 @@ from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.packed_attention.cases import H200, arrays, cudnn_stand_in, jit, with_gradients
 
+pytestmark = pytest.mark.versions
+
 ROWS, DIM = 50, 16
 ON_H200 = Plan("cudnn", device=H200)
 by_row = jax.jit(sequences_by_row, static_argnums=(1, 2, 3))

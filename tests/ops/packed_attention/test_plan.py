@@ -17,6 +17,8 @@ from tests.hopper import lower_for_h200
 from tests.ops.packed_attention.cases import H200
 from tests.plans import by_choices
 
+pytestmark = pytest.mark.versions
+
 make_plan = by_choices(packed_attention.make_plan)
 CPU = Device("cpu", "cpu")
 PLAIN = Problem(16384, 16384, 24, 8, 128, "bfloat16", "causal")

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 from tests.compare import assert_close
 from tests.ops.permute.cases import SHARD, Variant, combine, compiled, make_case, permute
 
+pytestmark = pytest.mark.versions
+
 CASE = make_case(SHARD)
 ROUTING = dataclasses.replace(CASE["routing"], weights=jnp.nan_to_num(CASE["routing"].weights))
 

@@ -15,6 +15,8 @@ from jaxops.ops.permute.plan import PASSES, heuristic
 from tests.hopper import lower_for_h200
 from tests.plans import by_choices
 
+pytestmark = pytest.mark.versions
+
 make_plan = by_choices(permute.make_plan)
 
 DEVICE = Device("NVIDIA H200", "gpu")

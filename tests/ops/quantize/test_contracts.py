@@ -11,6 +11,8 @@ from jaxops.ops.quantize import Plan
 from tests.hopper import H200
 from tests.ops.quantize.cases import RUNS, Variant, backend_of, bits_of, compiled, make_x
 
+pytestmark = pytest.mark.versions
+
 X = make_x((40, 133), "float32", seed=1)
 LOOKS_FIRST = Variant("tensorwise", "row")  # two kernels, and a scale in which a neighbour would show
 

@@ -19,6 +19,8 @@ from tests.hopper import lower_for_h200
 from tests.ops.quantize.cases import SCALINGS
 from tests.plans import by_choices
 
+pytestmark = pytest.mark.versions
+
 make_plan = by_choices(quantize.make_plan)
 
 H200 = Device("NVIDIA H200", "gpu")

@@ -13,6 +13,8 @@ from jaxops.ops.route.plan import PASSES, heuristic
 from tests.hopper import lower_for_h200, on_h200
 from tests.plans import by_choices
 
+pytestmark = pytest.mark.versions
+
 make_plan = by_choices(route.make_plan)
 
 DEVICE = Device("NVIDIA H200", "gpu")

@@ -113,9 +113,9 @@ def memory(step: Any, *args: Any, **kwargs: Any) -> Memory:
     Example:
       >>> import jax, jax.numpy as jnp, jaxops
       >>> step = jax.jit(lambda w, x: jnp.tanh(x @ w) @ w)
-      >>> memory = jaxops.profiling.memory(step, jnp.ones((64, 64)), jnp.ones((64, 64)))
+      >>> memory = jaxops.profiling.memory(step, jnp.ones((64, 64)), jnp.ones((16, 64)))
       >>> memory.argument_bytes, memory.holders[0].scope
-      (32768, 'w')
+      (20480, 'w')
 
     Args:
       step: a function from `jax.jit`, or `jax.jit(f).lower(*args).compile()`.

@@ -108,8 +108,11 @@ def test_a_donated_argument_without_a_successor_is_an_error():
 
 
 def test_a_function_that_is_not_jitted():
-    report = profile(lambda x: double(double(x)), x, steps=1)
-    assert report.program == "jit__lambda"
+    def twice(x):
+        return double(double(x))
+
+    report = profile(twice, x, steps=1)
+    assert report.program == "jit_twice"
     assert report.kernels
     assert report.memory is not None, "of the program with most time"
 

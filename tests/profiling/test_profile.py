@@ -12,7 +12,11 @@ from jaxops.profiling.trace import ProfilerBusy, recorded
 pytestmark = pytest.mark.versions
 
 x = jnp.ones((256, 256))
-double = jax.jit(lambda x: jnp.tanh(x @ x))
+
+
+@jax.jit
+def double(x):
+    return jnp.tanh(x @ x)
 
 
 class Block(nnx.Module):
@@ -108,11 +112,8 @@ def test_a_donated_argument_without_a_successor_is_an_error():
 
 
 def test_a_function_that_is_not_jitted():
-    def twice(x):
-        return double(double(x))
-
-    report = profile(twice, x, steps=1)
-    assert report.program == "jit_twice"
+    report = profile(lambda x: double(double(x)), x, steps=1)
+    assert report.program == "jit_double"
     assert report.kernels
     assert report.memory is not None, "of the program with most time"
 

@@ -3,6 +3,7 @@
 import _thread
 import collections
 import re
+import signal
 import tempfile
 import threading
 import time
@@ -118,7 +119,10 @@ def profile_program(
     """
     recorder = _Recorder(function, steps, stop)
     recorder.start()
+    before = signal.getsignal(signal.SIGINT)
     try:
+        if stop:  # a shell starts a job in the background with SIGINT ignored
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         with own_metadata():
             run_program(words)
     except KeyboardInterrupt:
@@ -134,6 +138,8 @@ def profile_program(
     finally:
         recorder.ended.set()
         recorder.join()
+        if stop:
+            signal.signal(signal.SIGINT, before)
     if recorder.error is not None:
         raise ProgramError(f"the program could not be recorded: {recorder.error}") from recorder.error
     if recorder.recording is None:

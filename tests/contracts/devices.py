@@ -26,13 +26,13 @@ DEVICES = {
 
 
 def problems() -> dict[str, tuple]:
-    """(module, problem) by what a row is called; functions that take their plan from the same problem share a row."""
+    """(module of make_plan, problem) by what a row is called. Functions with the same problem share a row."""
     rows: dict[tuple, list[str]] = {}
     for folder, description in descriptions().items():
         for function in description.functions:
             if function.problem is not None:
                 rows.setdefault((folder, function.problem), []).append(f"`{function.name}`")
-    modules = {key: importlib.import_module(f"jaxops.ops.{key[0]}") for key in rows}
+    modules = {key: importlib.import_module(type(key[1]).__module__) for key in rows}
     return {", ".join(names): (modules[key], key[1]) for key, names in rows.items()}
 
 

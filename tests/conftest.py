@@ -133,7 +133,7 @@ def pytest_runtest_call(item):
 
 @pytest.fixture(autouse=True)
 def _warned_anew():
-    """What one test was warned of must not be silent in the next one."""
+    """Warnings that jaxops gives once a process, it gives once a test."""
     from jaxops._lib.planning.device import warn_once
 
     warn_once.cache_clear()

@@ -28,10 +28,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from jaxops._lib.gluon.gemm_triton import mainloop, next_tile, skip_tile
+from jaxops._lib.gluon.gemm_triton import COLUMNS, mainloop, next_tile, skip_tile
 from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.split_sums_triton import add_parts, is_first_part, number_of_tile
 from jaxops._lib.gluon.stores_triton import pointers_to_tile, split_columns, store, store_tile, store_window, window
+from jaxops._lib.gluon.tile_scheduler_triton import RING, opaque
 
 
 @gluon.aggregate
@@ -245,11 +246,13 @@ def start_sum(pipe, label, tile, N, ptr, ACCUMULATE: gl.constexpr, CUT: gl.const
 
 
 @gluon.jit
-def finish_sum(pipe, acc, part, tile, sizes, ptr, counters, WHICH: gl.constexpr, CUT: gl.constexpr):
+def finish_sum(pipe, acc, part, tile, sizes, ptr, work, WHICH: gl.constexpr, CUT: gl.constexpr):
     """The whole sum, and whether this program has it."""
     complete = True
     if CUT:  # noqa: SIM102  # decided at compile time
         if part > 0:
+            # Of finished parts, behind a cluster's numbers of tiles. Computed here: kept, its registers would be spilled.
+            counters = work[0] + COLUMNS * opaque(work[1]) + (RING * gl.num_programs(0) if gl.num_ctas() > 1 else 0)
             number, tiles = number_of_tile(tile.row, tile.col, sizes[1], sizes[3], pipe.BM, pipe.BN)
             HALF: gl.constexpr = WHICH if pipe.SPLIT > 1 else 0
             MMA: gl.constexpr = accumulator(pipe.BN, gl.num_ctas())
@@ -259,7 +262,7 @@ def finish_sum(pipe, acc, part, tile, sizes, ptr, counters, WHICH: gl.constexpr,
 
 @gluon.jit
 def consume(
-    pipe, out, args, sizes, counters, WHICH: gl.constexpr, PIECE: gl.constexpr, LOADED: gl.constexpr,
+    pipe, out, args, sizes, work, WHICH: gl.constexpr, PIECE: gl.constexpr, LOADED: gl.constexpr,
     ACCUMULATE: gl.constexpr, CUT: gl.constexpr, PAIRED: gl.constexpr, KINDS: gl.constexpr, EPILOGUE: gl.constexpr,
     VARIANT: gl.constexpr,
 ):  # fmt: skip
@@ -288,7 +291,7 @@ def consume(
             vectors = load_rows(args, tile, KINDS, PIECE, DOWN)
             acc = start_sum(pipe, label, tile, N, ptrs[0], ACCUMULATE, CUT)
             acc, s, phase = mainloop(pipe, acc, steps, s, phase, WHICH)
-            acc, complete = finish_sum(pipe, acc, label, tile, sizes, ptrs[1], counters, WHICH, CUT)
+            acc, complete = finish_sum(pipe, acc, label, tile, sizes, ptrs[1], work, WHICH, CUT)
             if LOADED > 0:
                 ready = pipe.loads.index(WHICH)
                 carry = store_in_place(

@@ -43,21 +43,20 @@ def ragged_gemm_kernel(
     pipe = make_pipeline(b_descs[0].dtype, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED)
     bufs = result_buffers(ptr_0, 2 * BUFFERS, desc_0.block_shape[1], desc_0.block_shape[2])
     out = ((desc_0, desc_1, desc_2, desc_3), (ptr_0, ptr_1, ptr_2, ptr_3), bufs, widths)
-    # Of finished parts of sums, behind a cluster's numbers of tiles.
-    counters = schedule + COLUMNS * entries + (RING * gl.num_programs(0) if gl.num_ctas() > 1 else 0)
+    work = (schedule, entries)
     # Registers of a thread: the producer has few, unless it computes addresses or chooses among pairs of operands.
     WARPS: gl.constexpr = GATHER_WARPS if GATHERED else 1
     CONSUMER: gl.constexpr = 208 if GATHERED else 216 if PAIRED else 224
     PRODUCER: gl.constexpr = 80 if GATHERED else 72 if PAIRED else 56
     gl.warp_specialize([
         (consume, (
-            pipe, out, args, sizes, counters, 0, PIECE, LOADED, ACCUMULATE, CUT, PAIRED, KINDS, EPILOGUE, VARIANT,
+            pipe, out, args, sizes, work, 0, PIECE, LOADED, ACCUMULATE, CUT, PAIRED, KINDS, EPILOGUE, VARIANT,
         )),
         (consume, (
-            pipe, out, args, sizes, counters, 1, PIECE, LOADED, ACCUMULATE, CUT, PAIRED, KINDS, EPILOGUE, VARIANT,
+            pipe, out, args, sizes, work, 1, PIECE, LOADED, ACCUMULATE, CUT, PAIRED, KINDS, EPILOGUE, VARIANT,
         )),
         (produce, (
-            pipe, a_descs, b_descs, gather, (schedule, entries), sizes, places, tiles, COUNT, LOCATE, OPERANDS, PANEL,
+            pipe, a_descs, b_descs, gather, work, sizes, places, tiles, COUNT, LOCATE, OPERANDS, PANEL,
             DYNAMIC, CUT,
         )),
     ], [4, WARPS], [CONSUMER, PRODUCER])  # fmt: skip

@@ -99,8 +99,8 @@ KERNELS = [
     (CLUSTERS[4], "fwd float32", 0),
     (CLUSTERS[3], "wgrad added", 0),
     (CLUSTERS[3], "fwd sum", 0),
-    (split(CLUSTERS[3]), "wgrad", 36),
-    (split(CLUSTERS[4]), "wgrad", 48),
+    (split(CLUSTERS[3]), "wgrad", 24),
+    (split(CLUSTERS[4]), "wgrad", 44),
 ]
 
 

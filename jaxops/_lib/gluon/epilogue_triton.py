@@ -77,16 +77,16 @@ def split_rows(x):
 @gluon.jit
 def load_rows(args, tile, KINDS: gl.constexpr, SHAPE: gl.constexpr, DOWN: gl.constexpr):
     """For each of a tile's DOWN pieces its args, with the "rows" among them loaded."""
-    found = ()
+    loaded = ()
     for i in gl.static_range(DOWN):
         for n in gl.static_range(len(KINDS)):
             if KINDS[n] == "rows":
                 at = tile.row + i * SHAPE[0]
                 rows = row_numbers(SHAPE)
-                found = found + (gl.load(args[n] + at + rows, mask=rows < tile.end - at, other=0.0),)
+                loaded = loaded + (gl.load(args[n] + at + rows, mask=rows < tile.end - at, other=0.0),)
             else:
-                found = found + (args[n],)
-    return found
+                loaded = loaded + (args[n],)
+    return loaded
 
 
 @gluon.jit
@@ -251,7 +251,7 @@ def finish_sum(pipe, acc, part, tile, sizes, ptr, work, WHICH: gl.constexpr, CUT
     complete = True
     if CUT:  # noqa: SIM102  # decided at compile time
         if part > 0:
-            # Of finished parts, behind a cluster's numbers of tiles. Computed here: kept, its registers would be spilled.
+            # Of finished parts, behind a cluster's numbers of tiles. Computed here, since it would be spilled if kept.
             counters = work[0] + COLUMNS * opaque(work[1]) + (RING * gl.num_programs(0) if gl.num_ctas() > 1 else 0)
             number, tiles = number_of_tile(tile.row, tile.col, sizes[1], sizes[3], pipe.BM, pipe.BN)
             HALF: gl.constexpr = WHICH if pipe.SPLIT > 1 else 0

@@ -182,7 +182,7 @@ def triton_call(
     ]
     # By identity, since several descriptors may share an array.
     read = {id(array): array for value in values.values() for array in map(_array, _operands(value))}
-    found = _launch(
+    outputs = _launch(
         arguments,
         kernel,
         tuple((tuple(result.shape), jnp.dtype(result.dtype)) for result in results),
@@ -193,8 +193,8 @@ def triton_call(
         Cost.of(flops, read.values(), results, bytes_accessed),
     )
     # The primitive's results vary over no mesh axis; check_vma needs the caller's type.
-    found = tuple(vary_as(result, x) for result, x in zip(results, found, strict=True))
-    return found if isinstance(out_type, tuple) else found[0]
+    outputs = tuple(vary_as(result, x) for result, x in zip(results, outputs, strict=True))
+    return outputs if isinstance(out_type, tuple) else outputs[0]
 
 
 def _is_buffer(operand) -> bool:
@@ -247,11 +247,11 @@ def _launch(
     # enable_fp_fusion is explicit: Triton 3.9 warns without it, 3.10 will change the default.
     options = {"num_warps": 4, "num_stages": 3, "num_ctas": programs, "enable_fp_fusion": True}
     with cost.attached(), jax.named_scope(name):
-        found = triton_lib.triton_kernel_call_p.bind(
+        outputs = triton_lib.triton_kernel_call_p.bind(
             *arrays, fn=kernel, name=name, in_tree=tree, out_shapes=tuple(types), grid=(grid,), compute_capability=90,
             backend_options=triton_lib.FrozenDict(options), input_output_aliases=triton_lib.FrozenDict(aliases),
             zeroed_outputs=(), serialized_metadata=b"", cost_estimate=None, has_side_effect=False,
             metaparams=triton_lib.FrozenDict(dict(constants)),
         )  # fmt: skip
-    found = found[: len(results)]
-    return list(jax.lax.optimization_barrier(tuple(found)) if apart else found)
+    outputs = outputs[: len(results)]
+    return list(jax.lax.optimization_barrier(tuple(outputs)) if apart else outputs)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from jaxops._lib.arrays.manual_axes import out_struct
 from jaxops._lib.gluon.epilogue_triton import consume
-from jaxops._lib.gluon.gemm_triton import BK, COLUMNS, GATHER_WARPS, make_pipeline, produce
+from jaxops._lib.gluon.gemm_triton import BK, GATHER_WARPS, make_pipeline, produce
 from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.gluon.layouts_triton import over_cluster
 from jaxops._lib.gluon.schedule_triton import schedule_groups, schedule_parts, schedule_rows

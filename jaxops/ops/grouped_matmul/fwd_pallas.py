@@ -49,8 +49,8 @@ def _fwd_kernel(
         # Rows of the next group may be read; they affect only rows that are not stored. Few rows read no others: a tile
         # is mostly empty, and its weights take the time.
         rows_in = rows < end if finds_own(M) else None
-        how = {"tile": (bn, tiles.bk), "times": times, "transpose_rhs": transpose_rhs, "precision": precision}
-        return sums_over_columns(lhs_ref, [rhs_ref], g, (jnp.clip(rows, 0, M - 1), rows_in), j, **how)[0]
+        settings = {"tile": (bn, tiles.bk), "times": times, "transpose_rhs": transpose_rhs, "precision": precision}
+        return sums_over_columns(lhs_ref, [rhs_ref], g, (jnp.clip(rows, 0, M - 1), rows_in), j, **settings)[0]
 
     def store(tile) -> None:
         height = tile.shape[0]
@@ -121,9 +121,9 @@ def fwd_pallas(
     schedule = work_of_rows if parts is None else functools.partial(schedule_rows, spans=spans)
     work = schedule(offsets, M, tiles.bm, interpret)
     operands = (work, lhs, *rhs, *([] if extra is None else [extra]))
-    how = {"parts": parts, "bound": bound, "tiles": tiles, "transpose_rhs": transpose_rhs, "precision": precision}
+    settings = {"parts": parts, "bound": bound, "tiles": tiles, "transpose_rhs": transpose_rhs, "precision": precision}
     return launch(
-        functools.partial(_fwd_kernel, count=len(rhs), **how),
+        functools.partial(_fwd_kernel, count=len(rhs), **settings),
         *operands,
         out=out_struct(out.shape, out.dtype, like=lhs),
         grid=(bound * pl.cdiv(N, tiles.bn),),

@@ -47,5 +47,5 @@ def wgrad_triton(
         "grouped_matmul_wgrad", grouped_gemm, tiles, contraction=True, split=tiles.split, flops=2 * M * K * N,
     )  # fmt: skip
     a, b = (gemm.rows(lhs),), (gemm.weights(dout),)
-    found = ragged_gemm(gemm, a, b, offsets, (G, K, M, N), [result], cores=cores)[0]
-    return [found.reshape(G, K, N)]
+    sums = ragged_gemm(gemm, a, b, offsets, (G, K, M, N), [result], cores=cores)[0]
+    return [sums.reshape(G, K, N)]

@@ -37,29 +37,29 @@ def shapes_of(rhs: tuple[jax.Array, ...], transpose: bool = False) -> Shapes:
 
 def first_groups(shapes: Shapes) -> list[int]:
     """Each modality's first group, then the number of all groups."""
-    found = [0]
+    firsts = [0]
     for count, _, _ in shapes:
-        found.append(found[-1] + count)
-    return found
+        firsts.append(firsts[-1] + count)
+    return firsts
 
 
 def parts_of(shapes: Shapes) -> list[Part]:
     """The modalities whose product is not empty, in order."""
     firsts = first_groups(shapes)
-    found = [i for i, shape in enumerate(shapes) if 0 not in shape]
+    numbers = [i for i, shape in enumerate(shapes) if 0 not in shape]
     # Run 0 lies before all groups, run 1 + g is group g. A modality also has the runs up to the next one's first group.
-    starts = [0, *(1 + firsts[i] for i in found[1:]), firsts[-1] + 2]
-    return [Part(i, (firsts[i], firsts[i + 1]), (starts[n], starts[n + 1])) for n, i in enumerate(found)]
+    starts = [0, *(1 + firsts[i] for i in numbers[1:]), firsts[-1] + 2]
+    return [Part(i, (firsts[i], firsts[i + 1]), (starts[n], starts[n + 1])) for n, i in enumerate(numbers)]
 
 
 def launches(shapes: Shapes, tiles: Sequence[Tiles]) -> list[tuple[Tiles, tuple[Part, ...]]]:
     """One launch for all modalities of equal tiles."""
-    found: dict[Tiles, list[Part]] = {}
+    parts_by_tiles: dict[Tiles, list[Part]] = {}
     for part in parts_of(shapes):
-        found.setdefault(tiles[part.number], []).append(part)
+        parts_by_tiles.setdefault(tiles[part.number], []).append(part)
     return [
         (tiles, tuple(parts[i : i + MOST] if tiles.kernel == "triton" else parts))
-        for tiles, parts in found.items()
+        for tiles, parts in parts_by_tiles.items()
         for i in range(0, len(parts), MOST if tiles.kernel == "triton" else len(parts))
     ]
 

@@ -335,26 +335,26 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     - Clusters: see `takes_clusters`.
     """
     rows = problem.rows
-    how = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
+    order = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
     dynamic = pass_name == "wgrad" or rows <= _DYNAMIC_ROWS
     dynamic |= unaligned(problem.K) + unaligned(problem.N) >= (1 if rows < 1024 else 2)
     deep = whole_lines(problem.K, problem.N) and _DYNAMIC_ROWS < rows < 1024
-    found = [
-        Tiles(bm, bn, 64, 8, stages, ping_pong=ping_pong, dynamic=dynamic or bm == bn, **how)
+    shapes = [
+        Tiles(bm, bn, 64, 8, stages, ping_pong=ping_pong, dynamic=dynamic or bm == bn, **order)
         for (bm, bn, ping_pong), stages in zip(HOPPER_TILES, (4 if deep else 3, 4, 5, 6), strict=True)
     ]
-    usual, _, _, square = found
+    usual, _, _, square = shapes
     if takes_clusters(pass_name, problem) and not device.shared:
-        found.append(Tiles(*CLUSTER_TILE[:2], 64, 8, 4, dynamic=True, **how))
+        shapes.append(Tiles(*CLUSTER_TILE[:2], 64, 8, 4, dynamic=True, **order))
     count, _ = work(pass_name, problem, usual)
     if rows <= 64 and count >= device.cores:
         across = -(-problem.output(pass_name)[1] // square.bn)
         return square if pass_name == "dgrad" or across in (1, 3) else usual
     if pass_name == "wgrad" and problem.M and 0 < count < device.cores:
         # Fewer tiles than multiprocessors: the tiles that fill the card best, with their sums split where that helps.
-        return min(found, key=lambda tiles: time_of_best_split(sums_of(problem, tiles, device)))
+        return min(shapes, key=lambda tiles: time_of_best_split(sums_of(problem, tiles, device)))
     return min(
-        (tiles for tiles in found if not tiles.ping_pong),
+        (tiles for tiles in shapes if not tiles.ping_pong),
         key=lambda tiles: hopper_clocks(pass_name, problem, tiles, device),
     )
 
@@ -378,9 +378,9 @@ _AMONG_THE_BEST = 1.25
 def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> list[Tiles]:
     """Tiles that fit the shared memory, that the problem's sizes can fill, and that `clocks` finds among the best."""
     pass_name, problem = _as_measured(pass_name, problem)
-    found = (_hopper_tiles if kernel == "triton" else _pallas_tiles)(pass_name, problem, device)
-    times = {tiles: clocks(pass_name, problem, tiles, device) for tiles in found}
-    return [tiles for tiles in found if times[tiles] <= _AMONG_THE_BEST * min(times.values())]
+    tried = (_hopper_tiles if kernel == "triton" else _pallas_tiles)(pass_name, problem, device)
+    times = {tiles: clocks(pass_name, problem, tiles, device) for tiles in tried}
+    return [tiles for tiles in tried if times[tiles] <= _AMONG_THE_BEST * min(times.values())]
 
 
 def _pallas_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
@@ -388,7 +388,7 @@ def _pallas_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
     rows = 2 * problem.rows  # a skewed routing has groups of twice the mean and more
     high, wide = problem.output(pass_name)
     few = high if pass_name == "wgrad" else rows
-    found = []
+    fitting = []
     peels = (False, True) if pass_name == "wgrad" and rows >= 512 else (False,)
     for (bm, bn, warps), (step_bytes, stages), panel, peel in itertools.product(_OUTPUT_TILES, _STEPS, (8, 32), peels):
         tiles = Tiles(bm, bn, step_bytes // size, warps, stages, panel, peel, _tail(pass_name, problem, bm))
@@ -396,22 +396,22 @@ def _pallas_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
         too_small = bm < 64 and few >= 1024
         too_deep = step_bytes == 256 and bm > 32
         if not (too_large or too_small or too_deep) and tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
-            found.append(tiles)
-    return found
+            fitting.append(tiles)
+    return fitting
 
 
 def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
     """Each shape with the deepest pipeline that fits, and with the deepest that leaves room for storing whole tiles."""
-    found = []
+    fitting = []
     ways = [*itertools.product(HOPPER_TILES, (True,) if pass_name == "wgrad" else (False, True))]
     if takes_clusters(pass_name, problem):
         ways += [(CLUSTER_TILE, dynamic) for dynamic in (False, True)]
     for ((bm, bn, ping_pong), dynamic), panel in itertools.product(ways, (4, 8, 16)):
-        how = {"kernel": "triton", "ping_pong": ping_pong, "dynamic": dynamic}
-        depths = [Tiles(bm, bn, 64, 8, stages, panel, **how) for stages in (6, 5, 4, 3)]
+        schedule = {"kernel": "triton", "ping_pong": ping_pong, "dynamic": dynamic}
+        depths = [Tiles(bm, bn, 64, 8, stages, panel, **schedule) for stages in (6, 5, 4, 3)]
         fit = [tiles for tiles in depths if tiles.shared_bytes(problem.dtype) <= device.shared_bytes]
-        found += dict.fromkeys((fit[0], next(tiles for tiles in fit if tiles.stored == bn)))
-    return found
+        fitting += dict.fromkeys((fit[0], next(tiles for tiles in fit if tiles.stored == bn)))
+    return fitting
 
 
 PLANNER = Planner(

@@ -65,15 +65,15 @@ class Spec:
         return Spec(self.name, plans, self.precision, c, jnp.dtype(out_dtype), c, c, transpose_rhs, self.kernels)
 
 
-def _launch(name: str, spec: Spec, tiles: Tiles, *operands, **how) -> Any:
+def _launch(name: str, spec: Spec, tiles: Tiles, *operands, **statics) -> Any:
     """One kernel launch of the forward ("fwd") or of the weight gradient ("wgrad")."""
     device = spec.plans[0].on
     if tiles.kernel == "triton":
-        kernels = _kernels() if how["parts"] is None else spec.kernels()
-        kernel = functools.partial(kernels[name], tiles=tiles, cores=device.cores, **how)
+        kernels = _kernels() if statics["parts"] is None else spec.kernels()
+        kernel = functools.partial(kernels[name], tiles=tiles, cores=device.cores, **statics)
         return sequential_vmap(kernel)(*operands)  # a call through jax-triton has no batching rule
     kernel = fwd_pallas if name == "fwd" else wgrad_pallas
-    return kernel(*operands, tiles=tiles, precision=spec.precision, interpret=device.interpret, **how)
+    return kernel(*operands, tiles=tiles, precision=spec.precision, interpret=device.interpret, **statics)
 
 
 def _launches(spec: Spec, name: str, shapes: Shapes) -> list:
@@ -94,14 +94,14 @@ def _multiply(spec: Spec, lhs: jax.Array, rhs: Arrays, bias: jax.Array | None, o
         lhs = jnp.zeros((lhs.shape[0], 1), lhs.dtype)
         rhs = (jnp.zeros((G, N, 1) if spec.transpose_rhs else (G, 1, N), lhs.dtype),) if len(rhs) == 1 else rhs
         lhs, rhs, _ = vary_together(lhs, rhs, offsets)
-    how: dict[str, Any] = {"out": out, "transpose_rhs": spec.transpose_rhs}
+    statics: dict[str, Any] = {"out": out, "transpose_rhs": spec.transpose_rhs}
     if spec.backend == "xla":
-        return fwd_xla(lhs, rhs, bias, offsets, precision=spec.precision, **how)
+        return fwd_xla(lhs, rhs, bias, offsets, precision=spec.precision, **statics)
     result = None
     for tiles, parts in _launches(spec, "fwd", shapes):
         weights = rhs if parts is None else tuple(rhs[part.number] for part in parts)
         extra = bias if parts is None else result
-        result = _launch("fwd", spec, tiles, lhs, weights, extra, offsets, parts=parts, **how)
+        result = _launch("fwd", spec, tiles, lhs, weights, extra, offsets, parts=parts, **statics)
     return zeros if result is None else result
 
 
@@ -135,8 +135,8 @@ def _bias_gradient(spec: Spec, dout: jax.Array, dtype, offsets: jax.Array) -> ja
         plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, **narrow))
     sums = dataclasses.replace(spec, plans=(plan,), precision=lax.Precision.HIGHEST).inner(dtype, spec.transpose_rhs)
     shapes = ((offsets.shape[0] - 1, 1, dout.shape[1]),)
-    found: Any = wgrad(sums, shapes, ones, dout, None, offsets)
-    return jnp.squeeze(found[0], axis=1)
+    sums_of_groups: Any = wgrad(sums, shapes, ones, dout, None, offsets)
+    return jnp.squeeze(sums_of_groups[0], axis=1)
 
 
 def _multiply_wgrad(
@@ -144,17 +144,17 @@ def _multiply_wgrad(
 ) -> Any:
     """Of each modality [G, K, N] as `shapes`: its groups' rows of lhs's first K columns times dout's first N ones."""
     lhs, dout = lhs.astype(spec.compute_dtype), dout.astype(spec.compute_dtype)
-    how: dict[str, Any] = {"shapes": shapes, "out_dtype": spec.out_dtype}
-    found = [vary_together(jnp.zeros(shape, spec.out_dtype), offsets)[0] for shape in shapes]
+    statics: dict[str, Any] = {"shapes": shapes, "out_dtype": spec.out_dtype}
+    gradients = [vary_together(jnp.zeros(shape, spec.out_dtype), offsets)[0] for shape in shapes]
     if lhs.shape[0] == 0 or all(0 in shape for shape in shapes):
-        return tuple(found) if accumulator is None else (accumulator,)
+        return tuple(gradients) if accumulator is None else (accumulator,)
     if spec.backend == "xla":
-        return tuple(wgrad_xla(lhs, dout, accumulator, offsets, precision=spec.precision, **how))
+        return tuple(wgrad_xla(lhs, dout, accumulator, offsets, precision=spec.precision, **statics))
     for tiles, parts in _launches(spec, "wgrad", shapes):
-        results = _launch("wgrad", spec, tiles, lhs, dout, accumulator, offsets, parts=parts, **how)
+        results = _launch("wgrad", spec, tiles, lhs, dout, accumulator, offsets, parts=parts, **statics)
         for i, result in zip([0] if parts is None else [part.number for part in parts], results, strict=True):
-            found[i] = result
-    return tuple(found)
+            gradients[i] = result
+    return tuple(gradients)
 
 
 def _wgrad_fwd(spec: Spec, shapes: Shapes, lhs, dout, accumulator, offsets):
@@ -202,16 +202,16 @@ def grouped_matmul_sum(
         result = _sum_of_two(spec, left, right, group_offsets)
         return result
     wide = spec if len(lhs) == 1 else dataclasses.replace(spec, out_dtype=jnp.dtype("float32"))
-    found: Any = [matmul(wide, a, (b,), None, group_offsets) for a, b in zip(left, right, strict=True)]
-    return functools.reduce(jnp.add, found).astype(out)
+    products: Any = [matmul(wide, a, (b,), None, group_offsets) for a, b in zip(left, right, strict=True)]
+    return functools.reduce(jnp.add, products).astype(out)
 
 
 def _sum_of_two_forward(spec: Spec, lhs, rhs, offsets):
     (plan,), ((_, _, N), _) = spec.plans, shapes_of(tuple(rhs), spec.transpose_rhs)
     out = jax.ShapeDtypeStruct((lhs[0].shape[0], N), spec.out_dtype)
     assert plan.fwd is not None
-    how: dict[str, Any] = {"parts": None, "out": out, "transpose_rhs": spec.transpose_rhs}
-    return _launch("fwd", spec, plan.fwd, tuple(lhs), tuple(rhs), None, offsets, **how)
+    statics: dict[str, Any] = {"parts": None, "out": out, "transpose_rhs": spec.transpose_rhs}
+    return _launch("fwd", spec, plan.fwd, tuple(lhs), tuple(rhs), None, offsets, **statics)
 
 
 def _sum_of_two_fwd(spec: Spec, lhs, rhs, offsets):

@@ -39,8 +39,8 @@ def _wgrad_kernel(
         rank = first + number // (num_i * num_j)
         i, j = panel_order(number % (num_i * num_j), num_i, num_j, tiles.panel)
         g, start, end = (plgpu.load(groups_ref.at[n * (groups_ref.shape[0] // COLUMNS) + rank]) for n in range(3))
-        how = {"sizes": (K, N), "tile": (bm, bn, tiles.bk), "peel": tiles.peel, "precision": precision}
-        acc = sum_over_rows(lhs_ref, dout_ref, (start, end), i, j, **how)
+        settings = {"sizes": (K, N), "tile": (bm, bn, tiles.bk), "peel": tiles.peel, "precision": precision}
+        acc = sum_over_rows(lhs_ref, dout_ref, (start, end), i, j, **settings)
         mask = jnp.ones((bm, bn), jnp.bool_)
         mask = mask if K % bm == 0 else mask & (i * bm + jnp.arange(bm, dtype=jnp.int32) < K)[:, None]
         mask = mask if N % bn == 0 else mask & (j * bn + jnp.arange(bn, dtype=jnp.int32) < N)[None, :]

@@ -111,14 +111,14 @@ def fwd_xla(
     lhs, rhs, bias, offsets, *, out: jax.ShapeDtypeStruct, transpose_rhs: bool, precision: lax.PrecisionLike
 ) -> jax.Array:
     """As `fwd_pallas` of all modalities: a product each, added to its own rows and columns of the result."""
-    how = {"transpose_rhs": transpose_rhs, "precision": precision, "out_dtype": out.dtype}
+    settings = {"transpose_rhs": transpose_rhs, "precision": precision, "out_dtype": out.dtype}
     if len(rhs) == 1:
-        return _fwd(lhs, rhs[0], bias, offsets, **how)
+        return _fwd(lhs, rhs[0], bias, offsets, **settings)
     shapes = shapes_of(rhs, transpose_rhs)
     result, _ = vary_together(jnp.zeros(out.shape, out.dtype), lhs)
     for part in parts_of(shapes):
         (first, end), (_, K, N) = part.groups, shapes[part.number]
-        product = _fwd(lhs[:, :K], rhs[part.number], None, offsets[first : end + 1], **how)
+        product = _fwd(lhs[:, :K], rhs[part.number], None, offsets[first : end + 1], **settings)
         result = lax.dynamic_update_slice_in_dim(result, result[:, :N] + product, 0, 1)
     return result
 
@@ -127,9 +127,9 @@ def wgrad_xla(
     lhs, dout, accumulator, offsets, *, shapes: Shapes, precision: lax.PrecisionLike, out_dtype
 ) -> list[jax.Array]:
     """As `wgrad_pallas` of all modalities."""
-    found = [vary_together(jnp.zeros(shape, out_dtype), offsets)[0] for shape in shapes]
+    gradients = [vary_together(jnp.zeros(shape, out_dtype), offsets)[0] for shape in shapes]
     for part in parts_of(shapes):
         (first, end), (_, K, N) = part.groups, shapes[part.number]
-        how = {"precision": precision, "out_dtype": out_dtype}
-        found[part.number] = _wgrad(lhs[:, :K], dout[:, :N], accumulator, offsets[first : end + 1], **how)
-    return found
+        settings = {"precision": precision, "out_dtype": out_dtype}
+        gradients[part.number] = _wgrad(lhs[:, :K], dout[:, :N], accumulator, offsets[first : end + 1], **settings)
+    return gradients

@@ -79,10 +79,10 @@ def modality_of_weight_tile(t, places, BM: gl.constexpr, BN: gl.constexpr, PANEL
 @gluon.jit
 def of_modality(places, part, WHICH: gl.constexpr, COUNT: gl.constexpr):
     """places[part][WHICH], of a modality known at run time."""
-    found = places[0][WHICH]
+    place = places[0][WHICH]
     for p in gl.static_range(1, COUNT):
-        found = gl.where(part == p, places[p][WHICH], found)
-    return found
+        place = gl.where(part == p, places[p][WHICH], place)
+    return place
 
 
 @gluon.jit
@@ -176,8 +176,8 @@ def wgrad_triton(
     count = sum(G * -(-K // gemm.bm) * -(-N // gemm.bn) for G, K, N in own)
     pairs = Pairs(places, tuple(first_groups(shapes)[1:-1]), count, widths=tuple(N for _, _, N in own))
     (G, M, N), K = own[0], lhs.shape[0]
-    found = ragged_gemm(gemm, a, b, offsets, (G, M, K, N), results, pairs=pairs, cores=cores)
-    return [x.reshape(shape) for x, shape in zip(found, own, strict=True)]
+    gradients = ragged_gemm(gemm, a, b, offsets, (G, M, K, N), results, pairs=pairs, cores=cores)
+    return [x.reshape(shape) for x, shape in zip(gradients, own, strict=True)]
 
 
 def narrowed(windows, width: int):

@@ -320,15 +320,15 @@ def consume(p: Problem, tiles: Tiles, store, stored, empty, parts, scratch) -> N
         if parts is not None:
 
             def add(number, pieces):
-                pieces = []
+                sums = []
                 for j, piece in enumerate(pieces):
                     slot = slot_of(first + steps + number * pieces_of_tile + j)
                     plgpu.barrier_wait(full.at[slot])
                     part = plgpu.load(a_smem.at[slot, mine], layout=plgpu.Layout.WGMMA)
                     plgpu.commit_smem()  # this read before TMA's next write
                     plgpu.barrier_arrive(free.at[slot])
-                    pieces.append(piece + part.astype(jnp.float32))
-                return tuple(pieces)
+                    sums.append(piece + part.astype(jnp.float32))
+                return tuple(sums)
 
             pieces = lax.fori_loop(0, others, add, pieces)
         for j, piece in enumerate(pieces):

@@ -1,6 +1,8 @@
-"""An entry of the list of ops and layers."""
+"""An entry of the list of ops and layers: what the op's describe.py says of it, and a small sample of its operands."""
 
 import dataclasses
+import importlib
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
+import jaxops
+from jaxops.described import functions
+
 Dims = dict[str, int]
 Arguments = dict[str, Any]  # arrays by name, or trees of arrays
+FUNCTIONS = {function.name: function for function in functions()}
+EXACT = {"precision": "highest"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +66,47 @@ class Op:
         return self.name
 
 
-EXACT = {"precision": "highest"}
+def described(
+    name: str, sizes: Dims, shapes: Callable[[Dims], Arguments], plan_of: Callable[[str], Any] | None = None,
+    options: dict[str, Any] | None = None, **more: Any,
+) -> Op:  # fmt: skip
+    """An op as its describe.py describes it. An argument with a path, as "routing.weights", is a part of another one.
+
+    Args:
+      plan_of: "xla", "interpret" or "gpu" -> an explicit plan, whose tiles are smaller than the sizes.
+      options: of every call.
+      more: fields of `Op` that are not by the description.
+    """
+    options, known = options or {}, inspect.signature(FUNCTIONS[name].function).parameters
+    exact, problem = EXACT if "precision" in known else {}, FUNCTIONS[name].problem
+    ways = {"xla": {}} if plan_of is None else {run: {"plan": plan_of(run)} | exact for run in RUNS}
+    fields: dict[str, Any] = {
+        "call": lambda a, **how: getattr(jaxops, name)(**whole(a), **options, **how),
+        "reference": None if "expected" in more else lambda a: reference(name, **options, **whole(a)),
+        "ways": ways,
+        "wrt": FUNCTIONS[name].wrt,
+        "module": problem and importlib.import_module(type(problem).__module__.removesuffix(".plan")),
+        "multiplies": not known.keys().isdisjoint(("precision", "recipe")),
+    }
+    return Op(name, shapes=shapes, sizes=sizes, **fields | more)
+
+
+RUNS = ("xla", "interpret", "gpu")
+
+
+def reference(name: str, **given: Any) -> Any:
+    """The results of an op's reference, with defaults for what is not given."""
+    parameters = inspect.signature(FUNCTIONS[name].function).parameters.values()
+    return FUNCTIONS[name].reference({p.name: p.default for p in parameters} | given)
+
+
+def whole(a: Arguments) -> Arguments:
+    """With parts in their place: {"routing": r, "routing.weights": w} is {"routing": r with w}."""
+    found = {name: x for name, x in a.items() if "." not in name}
+    for name in a.keys() - found.keys():
+        owner, _, field = name.partition(".")
+        found[owner] = dataclasses.replace(found[owner], **{field: a[name]})
+    return found
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -77,21 +124,19 @@ def offsets(rng: np.random.Generator, M: int, G: int) -> np.ndarray:
     return found.astype(np.int32)
 
 
+def random_offsets(name: str, rows: str, groups: str) -> Callable[[np.random.Generator, Dims], Arguments]:
+    """`Op.integers` of an op with groups or sequences: the argument, and the sizes of rows and groups."""
+    return lambda rng, d: {name: offsets(rng, d[rows], d[groups])}
+
+
 def outside_of(offsets, M: int) -> np.ndarray:
     """[M, 1] bool"""
     row = np.arange(M)
     return ((row < offsets[0]) | (row >= offsets[-1]))[:, None]
 
 
-def ways_of(
-    plan_of: Callable[[str], Any], runs: tuple[str, ...] = ("xla", "interpret", "gpu"), **how
-) -> dict[str, dict[str, Any]]:
-    """Explicit plans, whose tiles are smaller than the sizes here."""
-    return {run: {"plan": plan_of(run)} | how for run in runs}
-
-
 def rows_outside(
-    names: tuple[str, ...], results: tuple[bool, ...], offsets_name: str = "offsets"
+    offsets_name: str, names: tuple[str, ...], results: tuple[bool, ...]
 ) -> Callable[[Arguments], tuple[Arguments, list]]:
     """Rows of these arguments, and of the results that are True."""
 

@@ -12,14 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxops.nn
-from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
-from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
-from jaxops.ops.moe_mlp.reference import moe_mlp_reference
-from jaxops.ops.packed_attention.reference import packed_attention_reference
-from jaxops.ops.route.plan import Spec
-from jaxops.ops.route.reference import route_reference
-from tests.contracts.entry import EXACT, Arguments, Dims, Op, f32, i32, offsets, rows_outside
-from tests.contracts.ops import fp8_expected, grouped_offsets, without_tokens
+from tests.contracts.entry import EXACT, Arguments, Dims, Op, f32, i32, random_offsets, reference, rows_outside
+from tests.contracts.ops import fp8_expected
 from tests.parallel.cases import mesh_of
 
 IN, OUT, COND, HIDDEN, EXPERTS = 12, 8, 6, 20, 4
@@ -102,8 +96,9 @@ def split(name: str, **how) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: MAKERS[name](nnx.Rngs(0), **how)))
 
 
-def layer(name: str, inputs: dict[str, Any], sizes: Dims, reference=None, **more) -> Op:
-    """inputs: shapes by name, of sizes, in the order in which the layer is called with them."""
+def layer(name: str, inputs: dict[str, Any], sizes: Dims, result=None, **more) -> Op:
+    """inputs: shapes by name, of sizes, in the order in which the layer is called with them. result: (parameters,
+    arguments) -> the reference's."""
 
     def call(a: Arguments, precision: str | None = None, **how):
         own = (
@@ -116,7 +111,7 @@ def layer(name: str, inputs: dict[str, Any], sizes: Dims, reference=None, **more
 
     return Op(
         f"nn.{name}", call, lambda d: inputs(d) | {"params": split(name, backend="xla")[1]}, sizes, WAYS,
-        None if reference is None else lambda a: reference(nnx.to_pure_dict(a["params"]), a),
+        None if result is None else lambda a: result(nnx.to_pure_dict(a["params"]), a),
         wrt=more.pop("wrt", ("x", "params")), local=more.pop("local", tuple(inputs(sizes))), **more,
     )  # fmt: skip
 
@@ -130,44 +125,43 @@ def head(p: dict, cond: jax.Array, parts: int) -> list[jax.Array]:
 
 def norm_reference(kind: str, p: dict, a: Arguments) -> jax.Array:
     scale, shift = head(p, a["cond"], 2)
-    return adaln_reference(a["x"], scale, shift, a["offsets"], norm=kind, weight=p["weight"], epsilon=0.1)
+    options = {"norm": kind, "weight": p["weight"], "epsilon": 0.1}
+    return reference("adaln", x=a["x"], scale=scale, shift=shift, sequence_offsets=a["sequence_offsets"], **options)
 
 
 def block_reference(p: dict, a: Arguments) -> jax.Array:
-    scale1, shift1, gate1, scale2, shift2, gate2 = head(p, a["cond"], 6)
-    x = gated_residual_reference(
-        a["x"], jnp.sin(adaln_reference(a["x"], scale1, shift1, a["offsets"], epsilon=0.1)), gate1, a["offsets"]
-    )
-    return gated_residual_reference(
-        x, jnp.tanh(adaln_reference(x, scale2, shift2, a["offsets"], epsilon=0.1)), gate2, a["offsets"]
-    )
+    def branch(x: jax.Array, scale: jax.Array, shift: jax.Array, gate: jax.Array, inner) -> jax.Array:
+        o = {"sequence_offsets": a["sequence_offsets"]}
+        h = inner(reference("adaln", x=x, scale=scale, shift=shift, epsilon=0.1, **o))
+        return reference("gated_residual", residual=x, h=h, gate=gate, **o)
+
+    made = head(p, a["cond"], 6)
+    return branch(branch(a["x"], *made[:3], jnp.sin), *made[3:], jnp.tanh)
 
 
 def attention_reference(p: dict, a: Arguments) -> jax.Array:
     row = jnp.arange(a["x"].shape[0])
-    x = jnp.where(((a["offsets"][0] <= row) & (row < a["offsets"][-1]))[:, None], a["x"], 0)
+    o = a["sequence_offsets"]
+    x = jnp.where(((o[0] <= row) & (row < o[-1]))[:, None], a["x"], 0)
 
     def product(name: str, x: jax.Array) -> jax.Array:
         return jnp.matmul(x, p[name]["kernel"], precision="highest")
 
     heads = (("query", 4), ("key", 2), ("value", 2))
     q, k, v = (product(name, x).reshape(x.shape[0], N, IN // 4) for name, N in heads)
-    return product("out", packed_attention_reference(q, k, v, a["offsets"], causal=True).reshape(x.shape))
+    mixed = reference("packed_attention", q=q, k=k, v=v, sequence_offsets=o, causal=True)
+    return product("out", mixed.reshape(x.shape))
 
 
 def router_reference(p: dict, x: jax.Array) -> jaxops.Routing:
-    return without_tokens(
-        route_reference(
-            Spec(2, "softmax", True, 1.0, 1, 1, None),
-            jnp.matmul(x, p["kernel"], precision="highest"),
-            p.get("selection_bias"),
-        )
-    )
+    logits = jnp.matmul(x, p["kernel"], precision="highest")
+    return reference("route", logits=logits, k=2, selection_bias=p.get("selection_bias"))
 
 
 def moe_reference(p: dict, a: Arguments) -> tuple[jax.Array, jaxops.Routing]:
     routing = router_reference(p["router"], a["x"])
-    return moe_mlp_reference(a["x"], p["gate"], p["up"], p["down"], routing), routing
+    weights = {f"w_{name}": p[name] for name in ("gate", "up", "down")}
+    return reference("moe_mlp", x=a["x"], routing=routing, **weights), routing
 
 
 def shared_experts_reference(p: dict, a: Arguments) -> jax.Array:
@@ -179,10 +173,9 @@ def shared_experts_reference(p: dict, a: Arguments) -> jax.Array:
 
 def fp8_linear_expected(a: Arguments, cotangents: list) -> tuple[Any, Arguments]:
     p, dy = nnx.to_pure_dict(a["params"]), np.asarray(cotangents[0])
-    given = {"x": a["x"], "w": p["kernel"]} | ({"offsets": a["offsets"]} if "offsets" in a else {})
-    y, gradients = fp8_expected("x", "w")(given, cotangents)
-    if "offsets" in a:
-        o = np.asarray(a["offsets"])
+    y, gradients = fp8_expected("x", "w")(a | {"w": p["kernel"]}, cotangents)
+    if "group_offsets" in a:
+        o = np.asarray(a["group_offsets"])
         of_row = np.stack(
             [(np.arange(len(y)) >= lo) & (np.arange(len(y)) < hi) for lo, hi in itertools.pairwise(o)]
         ).astype(np.float64)
@@ -194,11 +187,11 @@ def fp8_linear_expected(a: Arguments, cotangents: list) -> tuple[Any, Arguments]
 
 
 def sequences(d: Dims) -> Arguments:
-    return {"x": f32(d["T"], IN), "cond": f32(d["B"], COND), "offsets": i32(d["B"] + 1)}
+    return {"x": f32(d["T"], IN), "cond": f32(d["B"], COND), "sequence_offsets": i32(d["B"] + 1)}
 
 
 def packed(d: Dims) -> Arguments:
-    return {"x": f32(d["T"], IN), "offsets": i32(d["B"] + 1)}
+    return {"x": f32(d["T"], IN), "sequence_offsets": i32(d["B"] + 1)}
 
 
 def tokens(d: Dims) -> Arguments:
@@ -206,17 +199,17 @@ def tokens(d: Dims) -> Arguments:
 
 
 def groups(d: Dims) -> Arguments:
-    return tokens(d) | {"offsets": i32(EXPERTS + 1)}
+    return tokens(d) | {"group_offsets": i32(EXPERTS + 1)}
 
 
 PACKED = {"T": 23, "B": 4}
 ADALN: dict[str, Any] = {
-    "wrt": ("x", "cond", "params"), "integers": lambda rng, d: {"offsets": offsets(rng, d["T"], d["B"])},
-    "outside": rows_outside(("x",), (True,)), "multiplies": True,
+    "wrt": ("x", "cond", "params"), "integers": random_offsets("sequence_offsets", "T", "B"),
+    "outside": rows_outside("sequence_offsets", ("x",), (True,)), "multiplies": True,
 }  # fmt: skip
 IN_GROUPS: dict[str, Any] = {
-    "integers": lambda rng, d: grouped_offsets(rng, d | {"G": EXPERTS}),
-    "outside": rows_outside(("x",), (True,)),
+    "integers": lambda rng, d: random_offsets("group_offsets", "M", "G")(rng, d | {"G": EXPERTS}),
+    "outside": rows_outside("group_offsets", ("x",), (True,)),
 }
 
 
@@ -240,7 +233,9 @@ LAYERS = [
     layer("GroupedLinear-fp8", groups, {"M": 40}, expected=fp8_linear_expected, multiplies=True, **IN_GROUPS),
     layer(
         "GroupedLinear", groups, {"M": 40},
-        lambda p, a: grouped_matmul_reference(a["x"], p["kernel"], a["offsets"], bias=p["bias"]), multiplies=True,
+        lambda p, a: reference(
+            "grouped_matmul", lhs=a["x"], rhs=p["kernel"], group_offsets=a["group_offsets"], bias=p["bias"]
+        ), multiplies=True,
         **IN_GROUPS,
     ),
     layer("MoE", tokens, {"M": 13}, moe_reference, multiplies=True),

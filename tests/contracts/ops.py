@@ -1,4 +1,5 @@
-"""The list of public ops, over which the rules of all ops are tested. The layers are in layers.py."""
+"""The list of public ops, over which the rules of all ops are tested: small operands, beside what each op's describe.py
+says. The layers are in layers.py."""
 
 import dataclasses
 import functools
@@ -10,84 +11,174 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxops
-from jaxops.ops import (
-    fp8_matmul,
-    grouped_glu,
-    grouped_matmul,
-    moe_mlp,
-    permute,
-    quantize,
-    route,
+from jaxops.ops import adaln, cached_attention, fp8_matmul, grouped_matmul, packed_attention, quantize, route
+from tests.contracts.entry import (
+    EXACT,
+    Arguments,
+    Dims,
+    Op,
+    described,
+    f32,
+    i32,
+    offsets,
+    outside_of,
+    random_offsets,
+    rows_outside,
 )
-from jaxops.ops.grouped_glu.reference import grouped_glu_reference
-from jaxops.ops.grouped_matmul.reference import (
-    grouped_matmul_reference,
-    grouped_wgrad_reference,
-)
-from jaxops.ops.modality_grouped_matmul.reference import modality_grouped_matmul_reference
-from jaxops.ops.moe_mlp.reference import moe_mlp_reference
-from jaxops.ops.permute.reference import combine_reference, permute_reference
-from jaxops.ops.route.plan import Spec
-from jaxops.ops.route.reference import route_reference
-from tests.contracts.collectives import COLLECTIVES
-from tests.contracts.entry import EXACT, Arguments, Dims, Op, f32, i32, offsets, outside_of, rows_outside, ways_of
-from tests.contracts.ops_adaln import ADALN_OPS
-from tests.contracts.ops_attention import ATTENTION_OPS
+from tests.ops.adaln.cases import PLANS as ADALN_PLANS
 from tests.ops.fp8_matmul import cases as fp8_cases
 from tests.ops.grouped_glu.cases import plan_of as glu_plan
 from tests.ops.grouped_matmul.cases import plan_of as grouped_plan
 from tests.ops.modality_grouped_matmul.cases import plan_of as modality_plan
 from tests.ops.moe_mlp.cases import plan_of as mlp_plan
-from tests.ops.permute.cases import TILE, Variant, make_routing
+from tests.ops.permute.cases import TILE, make_routing
+from tests.ops.permute.cases import Variant as RoutingVariant
 from tests.ops.quantize.cases import Variant as QuantizeVariant
 from tests.ops.quantize.cases import np_quantize
 from tests.ops.route.cases import BWD, FWD
+from tests.parallel.cases import mesh_of, over
+
+# AdaLN
+
+SEQUENCES = {"T": 23, "D": 10, "B": 4}
+AFFINE = {"epsilon": 0.1}
+ACTIVATED = AFFINE | {"activation": "gelu_tanh"}
+FP8_RESULT = {"out_dtype": jnp.float8_e4m3fn}
+
+
+def adaln_op(name: str, rows: tuple[str, ...], vectors: str, weights: str, results: int, **more: Any) -> Op:
+    """rows: the arguments [T, D]; vectors [B, D] and weights [D]."""
+
+    def shapes(d: Dims) -> Arguments:
+        T, D, B = d["T"], d["D"], d["B"]
+        arrays = dict.fromkeys(rows, f32(T, D)) | dict.fromkeys(vectors.split(), f32(B, D))
+        return arrays | dict.fromkeys(weights.split(), f32(D)) | {"sequence_offsets": i32(B + 1)}
+
+    return described(
+        name, SEQUENCES, shapes, lambda run: adaln.Plan("xla") if run == "xla" else ADALN_PLANS["whole"],
+        local=(*rows, "sequence_offsets"), integers=random_offsets("sequence_offsets", "T", "B"),
+        outside=rows_outside("sequence_offsets", rows, (True,) * results), **more,
+    )  # fmt: skip
+
+
+LONG = {"T": 600_000, "D": 4096, "B": 64}
+ADALN_OPS = [
+    adaln_op(
+        "adaln", ("x",), "scale shift", "weight bias", 1, options=AFFINE,
+        large=((LONG, FP8_RESULT), (LONG | {"T": 1_200_000}, {})),
+    ),
+    adaln_op("gated_residual", ("residual", "h"), "gate", "", 1, passes=True, large=((LONG, {}),)),
+    adaln_op(
+        "gated_residual_adaln", ("residual", "h"), "gate scale shift", "weight bias", 2, options=ACTIVATED, passes=True,
+        large=((LONG, FP8_RESULT), (LONG, {})),
+    ),
+]  # fmt: skip
+
+# Attention
+
+
+def attention_shapes(d: Dims) -> Arguments:
+    T, S, K, G, H, B = (d[name] for name in "TSKGHB")
+    runs = {"visible_until": i32(T), "sequence_offsets": i32(B + 1), "kv_offsets": i32(B + 1)}
+    return {"q": f32(T, K * G, H), "k": f32(S, K, H), "v": f32(S, K, H)} | runs
+
+
+def attention_integers(rng: np.random.Generator, d: Dims) -> Arguments:
+    T, S, B = (d[name] for name in "TSB")
+    until = rng.integers(-2, S + 3, T).astype(np.int32)
+    return {"sequence_offsets": offsets(rng, T, B), "kv_offsets": offsets(rng, S, B), "visible_until": until}
+
+
+def attention_outside(a: Arguments) -> tuple[Arguments, list]:
+    rows, others = (
+        outside_of(a[offsets], a[name].shape[0])[:, :, None]
+        for offsets, name in (("sequence_offsets", "q"), ("kv_offsets", "k"))
+    )
+    return {"q": rows, "k": others, "v": others}, [rows]
+
+
+def attention_plan(run: str) -> packed_attention.Plan:
+    tiles = packed_attention.Tiles(16, 16)
+    if run == "xla":
+        return packed_attention.Plan("xla", way="blocks", block=8)
+    return packed_attention.Plan("pallas", fwd=tiles, dq=tiles, dkv=tiles)
+
+
+def cached_shapes(d: Dims) -> Arguments:
+    B, K, G, S, H = (d[name] for name in "BKGSH")
+    caches = {"k_cache": f32(B, K, S, H), "v_cache": f32(B, K, S, H)}
+    turned = {"qk_norm": (f32(H), f32(H)), "rotary": (f32(B, H // 4), f32(B, H // 4))}
+    return {"qkv": f32(B, K * (G + 2), H)} | caches | {"at": i32(B), "sinks": f32(K * G)} | turned
+
+
+def cached_outside(a: Arguments) -> tuple[Arguments, list]:
+    """Rows without a position, and of others what is cached from it on or before the window."""
+    at, S = a["at"][:, None], a["k_cache"].shape[2]
+    token, rows = np.arange(S)[None, :], ((at < 0) | (at >= S))[:, :, None]
+    unread = (rows[:, 0] | (token >= at) | (token < at - 20))[:, None, :, None]
+    kept = unread & (token != at)[:, None, :, None]
+    return {"qkv": rows, "k_cache": unread, "v_cache": unread}, [rows, kept, kept]
+
+
+def cached_plan(run: str) -> cached_attention.Plan:
+    tiles = cached_attention.Tiles(2, 16)
+    return cached_attention.Plan("xla") if run == "xla" else cached_attention.Plan("pallas", fwd=tiles)
+
+
+ATTENTION_OPS = [
+    described(
+        "cached_attention", {"B": 4, "K": 2, "G": 2, "S": 37, "H": 10}, cached_shapes, cached_plan, {"window": 20},
+        local=("qkv", "k_cache", "v_cache", "at", "rotary"), passes=True, outside=cached_outside,
+        integers=lambda rng, d: {"at": rng.integers(-1, d["S"] + 1, d["B"]).astype(np.int32)},
+        large=(({"B": 64, "K": 8, "G": 2, "S": 40_000, "H": 128}, {}),),
+    ),
+    described(
+        "packed_attention", {"T": 23, "S": 26, "K": 2, "G": 2, "H": 10, "B": 4}, attention_shapes, attention_plan,
+        {"window": 7}, local=("q", "k", "v", "visible_until", "sequence_offsets", "kv_offsets"),
+        integers=attention_integers, outside=attention_outside,
+        large=(({"T": 1_200_000, "S": 1_200_000, "K": 4, "G": 4, "H": 128, "B": 64}, {}),),
+    ),
+]  # fmt: skip
 
 # Grouped products
 
 
 def grouped_shapes(d: Dims, bias: bool = True) -> Arguments:
     M, K, N, G = (d[name] for name in "MKNG")
-    return {"lhs": f32(M, K), "rhs": f32(G, K, N)} | ({"bias": f32(G, N)} if bias else {}) | {"offsets": i32(G + 1)}
-
-
-def grouped_offsets(rng: np.random.Generator, d: Dims) -> Arguments:
-    return {"offsets": offsets(rng, d["M"], d["G"])}
+    weights = {"rhs": f32(G, K, N)} | ({"bias": f32(G, N)} if bias else {})
+    return {"lhs": f32(M, K)} | weights | {"group_offsets": i32(G + 1)}
 
 
 def wgrad_shapes(d: Dims) -> Arguments:
     M, K, N, G = (d[name] for name in "MKNG")
-    return {"lhs": f32(M, K), "dout": f32(M, N), "sum": f32(G, K, N), "offsets": i32(G + 1)}
+    return {"lhs": f32(M, K), "dout": f32(M, N), "accumulate_into": f32(G, K, N), "group_offsets": i32(G + 1)}
 
 
-def ragged_sizes(rng: np.random.Generator, d: Dims) -> Arguments:
-    return {"sizes": np.diff(offsets(rng, d["M"], d["G"]))}
+def ragged_shapes(d: Dims) -> Arguments:
+    return {name: grouped_shapes(d)[name] for name in ("lhs", "rhs")} | {"group_sizes": i32(d["G"])}
 
 
 def ragged_outside(a: Arguments) -> tuple[Arguments, list]:
-    mask = np.arange(a["lhs"].shape[0])[:, None] >= np.sum(a["sizes"])
+    mask = np.arange(a["lhs"].shape[0])[:, None] >= np.sum(a["group_sizes"])
     return {"lhs": mask}, [mask]
-
-
-def ragged_reference(a: Arguments) -> jax.Array:
-    return grouped_matmul_reference(a["lhs"], a["rhs"], jnp.pad(jnp.cumsum(a["sizes"]), (1, 0)))
 
 
 def modality_shapes(d: Dims) -> Arguments:
     M, K, N, G = (d[name] for name in "MKNG")
-    return {"lhs": f32(M, 2 * K), "rhs": (f32(G, K, 2 * N), f32(G, 2 * K, N)), "offsets": i32(2 * G + 1)}
+    rhs = f32(G, K, 2 * N), f32(G, 2 * K, N)
+    return {"lhs": f32(M, 2 * K), "rhs": rhs, "group_offsets": i32(2 * G + 1)}
 
 
 @functools.cache
 def modality_two(run: str) -> grouped_matmul.Plan | tuple[grouped_matmul.Plan, ...]:
-    """Of two modalities, whose tiles are alike in one pass."""
+    """The plans of two modalities, whose tiles are alike in one pass."""
     plans = modality_plan(run)
     return plans[:2] if isinstance(plans, tuple) else plans
 
 
 def modality_outside(a: Arguments) -> tuple[Arguments, list]:
     """Beside rows in no group, columns past those of a row's own modality."""
-    o = a["offsets"]
+    o = a["group_offsets"]
     masks = [np.ones((a["lhs"].shape[0], max(w.shape[axis] for w in a["rhs"])), bool) for axis in (1, 2)]
     first = 0
     for w in a["rhs"]:
@@ -99,90 +190,56 @@ def modality_outside(a: Arguments) -> tuple[Arguments, list]:
 
 def glu_shapes(d: Dims) -> Arguments:
     M, K, F, G = (d[name] for name in "MKFG")
-    return {"x": f32(M, K), "gate": f32(G, K, F), "up": f32(G, K, F), "offsets": i32(G + 1)}
+    return {"x": f32(M, K), "w_gate": f32(G, K, F), "w_up": f32(G, K, F), "group_offsets": i32(G + 1)}
 
 
 PRODUCT = {"M": 40, "K": 16, "N": 24, "G": 4}
-LARGE_ROWS = {"M": 2**20 + 128, "K": 4096, "N": 4096, "G": 8}
-GROUPED = {
-    "module": grouped_matmul,
-    "multiplies": True,
-}
+MANY_ROWS = {"M": 2**20 + 128, "K": 4096, "N": 4096, "G": 8}
+GROUPS: dict[str, Any] = {"integers": random_offsets("group_offsets", "M", "G")}
 GROUPED_OPS = [
-    Op(
-        "grouped_matmul",
-        lambda a, **how: jaxops.grouped_matmul(a["lhs"], a["rhs"], a["offsets"], bias=a["bias"], **how), grouped_shapes,
-        PRODUCT,
-        ways_of(grouped_plan, **EXACT),
-        lambda a: grouped_matmul_reference(a["lhs"], a["rhs"], a["offsets"], bias=a["bias"]),
-        wrt=("lhs", "rhs", "bias"), local=("lhs", "offsets"), integers=grouped_offsets,
-        outside=rows_outside(("lhs",), (True,)),
-        large=((LARGE_ROWS, {}),), **GROUPED,
+    described(
+        "grouped_matmul", PRODUCT, grouped_shapes, grouped_plan, local=("lhs", "group_offsets"),
+        outside=rows_outside("group_offsets", ("lhs",), (True,)), large=((MANY_ROWS, {}),), **GROUPS,
     ),
-    Op(
-        "grouped_wgrad",
-        lambda a, **how: jaxops.grouped_wgrad(a["lhs"], a["dout"], a["offsets"], accumulate_into=a["sum"], **how),
-        wgrad_shapes, PRODUCT,
-        ways_of(grouped_plan, **EXACT),
-        lambda a: grouped_wgrad_reference(a["lhs"], a["dout"], a["offsets"], accumulate_into=a["sum"]),
-        wrt=("lhs", "dout", "sum"), local=("lhs", "dout", "offsets"), integers=grouped_offsets,
-        outside=rows_outside(("lhs", "dout"), (False,)),
-        large=((LARGE_ROWS, {}),), **GROUPED,
+    described(
+        "grouped_wgrad", PRODUCT, wgrad_shapes, grouped_plan, local=("lhs", "dout", "group_offsets"),
+        outside=rows_outside("group_offsets", ("lhs", "dout"), (False,)), large=((MANY_ROWS, {}),), **GROUPS,
     ),
-    Op(
-        "ragged_dot", lambda a, **how: jaxops.ragged_dot(a["lhs"], a["rhs"], a["sizes"], **how),
-        lambda d: {name: grouped_shapes(d)[name] for name in ("lhs", "rhs")} | {"sizes": i32(d["G"])},
-        PRODUCT, ways_of(grouped_plan, **EXACT), ragged_reference,
-        wrt=("lhs", "rhs"), local=("lhs", "sizes"), integers=ragged_sizes, outside=ragged_outside,
-        large=((LARGE_ROWS, {}),), **GROUPED,
+    described(
+        "ragged_dot", PRODUCT, ragged_shapes, grouped_plan, local=("lhs", "group_sizes"), outside=ragged_outside,
+        integers=lambda rng, d: {"group_sizes": np.diff(offsets(rng, d["M"], d["G"]))}, large=((MANY_ROWS, {}),),
     ),
-    Op(
-        "modality_grouped_matmul",
-        lambda a, **how: jaxops.modality_grouped_matmul(a["lhs"], a["rhs"], a["offsets"], **how), modality_shapes,
-        {"M": 38, "K": 16, "N": 8, "G": 2}, ways_of(modality_two, **EXACT)
+    described(
+        "modality_grouped_matmul", {"M": 38, "K": 16, "N": 8, "G": 2}, modality_shapes,
+        local=("lhs", "group_offsets"), outside=modality_outside,
+        integers=lambda rng, d: {"group_offsets": offsets(rng, d["M"], 2 * d["G"])},
+        ways={run: {"plan": modality_two(run)} | EXACT for run in ("xla", "interpret", "gpu")}
         | {"triton": {"plan": modality_two("triton"), "compute_dtype": jnp.bfloat16}},
-        lambda a: modality_grouped_matmul_reference(a["lhs"], a["rhs"], a["offsets"]),
-        wrt=("lhs", "rhs"), local=("lhs", "offsets"),
-        integers=lambda rng, d: {"offsets": offsets(rng, d["M"], 2 * d["G"])}, outside=modality_outside,
-        module=grouped_matmul, multiplies=True,
         large=(({"M": 2**20 + 128, "K": 1024, "N": 2048, "G": 8}, {}),),
     ),
-    Op(
-        "grouped_glu", lambda a, **how: jaxops.grouped_glu(a["x"], a["gate"], a["up"], a["offsets"], **how), glu_shapes,
-        {"M": 40, "K": 12, "F": 20, "G": 4},
-        ways_of(glu_plan, **EXACT), lambda a: grouped_glu_reference(a["x"], a["gate"], a["up"], a["offsets"]),
-        wrt=("x", "gate", "up"), local=("x", "offsets"), integers=grouped_offsets,
-        outside=rows_outside(("x",), (True,)),
-        module=grouped_glu, multiplies=True,
-        large=(({"M": 2**20 + 128, "K": 2048, "F": 4096, "G": 8}, {}),),
+    described(
+        "grouped_glu", {"M": 40, "K": 12, "F": 20, "G": 4}, glu_shapes, glu_plan, local=("x", "group_offsets"),
+        outside=rows_outside("group_offsets", ("x",), (True,)),
+        large=(({"M": 2**20 + 128, "K": 2048, "F": 4096, "G": 8}, {}),), **GROUPS,
     ),
 ]  # fmt: skip
-
 
 # Tokens to experts and back
 
 
 def routing_shapes(d: Dims) -> dict[str, Any]:
-    """Of the experts that are here: two more have rows outside."""
+    """A routing to the experts that are here: two more have rows outside."""
     T, k, E = d["T"], d["k"], d["E"]
-    return {
-        "weights": f32(T, k),
-        "routing": jaxops.Routing(None, i32(T, k), i32(T * k), i32(T, k), i32(E + 1), i32(E + 2), f32(), f32()),
-    }  # pyright: ignore
+    routing = jaxops.Routing(None, i32(T, k), i32(T * k), i32(T, k), i32(E + 1), i32(E + 2), f32(), f32())  # pyright: ignore
+    return {"routing": routing, "routing.weights": f32(T, k)}
 
 
 def routing_integers(rng: np.random.Generator, d: Dims) -> Arguments:
     """An expert before and one behind those that are here, and choices that were dropped."""
-    v = Variant(T=d["T"], k=d["k"], E=d["E"] + 2, capacity=max(1, d["T"] // 2), first=1, last=d["E"] + 1)
+    v = RoutingVariant(T=d["T"], k=d["k"], E=d["E"] + 2, capacity=max(1, d["T"] // 2), first=1, last=d["E"] + 1)
     routing = jax.tree.map(np.asarray, make_routing(v, int(rng.integers(2**31))))
-    return {
-        "weights": rng.normal(size=(v.T, v.k)).astype(np.float32),
-        "routing": dataclasses.replace(routing, weights=None),
-    }
-
-
-def routing_of(a: Arguments) -> jaxops.Routing:
-    return dataclasses.replace(a["routing"], weights=a["weights"])
+    weights = rng.normal(size=(v.T, v.k)).astype(np.float32)
+    return {"routing": dataclasses.replace(routing, weights=None), "routing.weights": weights}
 
 
 def has_row(a: Arguments) -> np.ndarray:
@@ -196,91 +253,60 @@ def permute_outside(a: Arguments) -> tuple[Arguments, list]:
 
 
 def combine_outside(a: Arguments) -> tuple[Arguments, list]:
-    return {"rows": outside_of(a["routing"].group_offsets, a["rows"].shape[0]), "weights": ~has_row(a)}, [None]
+    rows = outside_of(a["routing"].group_offsets, a["rows"].shape[0])
+    return {"rows": rows, "routing.weights": ~has_row(a)}, [None]
 
 
 def mlp_outside(a: Arguments) -> tuple[Arguments, list]:
     """Tokens of which no choice has a row."""
     mask = ~has_row(a).any(axis=1, keepdims=True)
-    return {"x": mask, "weights": ~has_row(a)}, [mask]
+    return {"x": mask, "routing.weights": ~has_row(a)}, [mask]
 
 
 def mlp_shapes(d: Dims) -> Arguments:
     T, D, F, N, E = (d[name] for name in "TDFNE")
-    return {"x": f32(T, D), "gate": f32(E, D, F), "up": f32(E, D, F), "down": f32(E, F, N)} | routing_shapes(d)
+    weights = {"w_gate": f32(E, D, F), "w_up": f32(E, D, F), "w_down": f32(E, F, N)}
+    return {"x": f32(T, D)} | weights | routing_shapes(d)
 
 
-def mlp_reference(a: Arguments) -> jax.Array:
-    if a["gate"].shape[0] == 0:  # nothing to look up
-        return jnp.zeros((a["x"].shape[0], a["down"].shape[2]), jnp.float32)
-    return moe_mlp_reference(a["x"], a["gate"], a["up"], a["down"], routing_of(a))
-
-
-def without_tokens(routing: jaxops.Routing) -> jaxops.Routing:
-    """Losses are 0 where they would be means of nothing."""
-    if routing.weights.shape[0]:
-        return routing
-    return dataclasses.replace(routing, aux_loss=jnp.float32(0), z_loss=jnp.float32(0))
+def route_outside(a: Arguments) -> tuple[Arguments, list]:
+    return {"logits": ~a["mask"][:, None]}, [~a["mask"][:, None], None, None]
 
 
 FEW = {"interpret": "few", "gpu": "few-gpu"}  # the kernel that gathers rows; grouped_glu has the others
-ROUTE = {"score": "sigmoid", "weight_scale": 2.5, "expert_groups": 4, "top_expert_groups": 2, "capacity": 5}
+ROUTE = {"k": 3, "score": "sigmoid", "weight_scale": 2.5, "expert_groups": 4, "top_expert_groups": 2, "capacity": 5}
 TOKENS = {"T": 13, "D": 19, "k": 3, "E": 4}
+MANY_TOKENS = {"T": 2**20, "D": 4096, "k": 2, "E": 8}
 ROUTING_OPS = [
-    Op(
-        "permute", lambda a, **how: jaxops.permute(a["x"], a["routing"], **how),
-        lambda d: {"x": f32(d["T"], d["D"]), "routing": routing_shapes(d)["routing"]}, TOKENS,
-        ways_of(Variant(tile=TILE).plan_for),
-        lambda a: permute_reference(a["x"], a["routing"]), wrt=("x",), local=("x", "routing"),
-        integers=lambda rng, d: {"routing": routing_integers(rng, d)["routing"]}, outside=permute_outside,
-        module=permute,
-        large=(({"T": 2**20, "D": 4096, "k": 2, "E": 8}, {}),),
+    described(
+        "permute", TOKENS, lambda d: {"x": f32(d["T"], d["D"]), "routing": routing_shapes(d)["routing"]},
+        RoutingVariant(tile=TILE).plan_for, local=("x", "routing"), outside=permute_outside,
+        integers=lambda rng, d: {"routing": routing_integers(rng, d)["routing"]}, large=((MANY_TOKENS, {}),),
     ),
-    Op(
-        "combine", lambda a, **how: jaxops.combine(a["rows"], routing_of(a), **how),
-        lambda d: {"rows": f32(d["T"] * d["k"], d["D"])} | routing_shapes(d), TOKENS,
-        ways_of(Variant(tile=TILE).plan_for),
-        lambda a: combine_reference(a["rows"], routing_of(a)), wrt=("rows", "weights"),
-        local=("rows", "weights", "routing"),
-        integers=routing_integers, outside=combine_outside,
-        module=permute,
-        large=(({"T": 2**20, "D": 4096, "k": 2, "E": 8}, {}),),
+    described(
+        "combine", TOKENS, lambda d: {"rows": f32(d["T"] * d["k"], d["D"])} | routing_shapes(d),
+        RoutingVariant(tile=TILE).plan_for, local=("rows", "routing.weights", "routing"),
+        integers=routing_integers, outside=combine_outside, large=((MANY_TOKENS, {}),),
     ),
-    Op(
-        "moe_mlp", lambda a, **how: jaxops.moe_mlp(a["x"], a["gate"], a["up"], a["down"], routing_of(a), **how),
-        mlp_shapes,
-        TOKENS | {"F": 37, "N": 11}, ways_of(lambda run: mlp_plan(FEW.get(run, run)), **EXACT), mlp_reference,
-        wrt=("x", "gate", "up", "down", "weights"), local=("x", "weights", "routing"), integers=routing_integers,
-        outside=mlp_outside,
-        module=moe_mlp, multiplies=True,
+    described(
+        "moe_mlp", TOKENS | {"F": 37, "N": 11}, mlp_shapes, lambda run: mlp_plan(FEW.get(run, run)),
+        local=("x", "routing.weights", "routing"), integers=routing_integers, outside=mlp_outside,
         large=(({"T": 600_000, "D": 4096, "k": 2, "E": 8, "F": 4096, "N": 4096}, {}),),
     ),
-    Op(
-        "route",
-        lambda a, **how: jaxops.route(
-            a["logits"], 3, selection_bias=a["selection_bias"], mask=a["mask"], **ROUTE, **how
-        ),
+    described(
+        "route", {"T": 17},
         lambda d: {"logits": f32(d["T"], 12), "selection_bias": f32(12), "mask": jax.ShapeDtypeStruct((d["T"],), bool)},
-        {"T": 17},
-        ways_of(lambda run: route.Plan("xla") if run == "xla" else route.Plan("pallas", FWD, BWD)),
-        lambda a: without_tokens(
-            route_reference(Spec(3, normalize=True, **ROUTE), a["logits"], a["selection_bias"], a["mask"])
-        ),
-        wrt=("logits", "selection_bias"), local=("logits", "mask"),
-        integers=lambda rng, d: {"mask": rng.random(d["T"]) < 0.7},
-        outside=lambda a: ({"logits": ~a["mask"][:, None]}, [~a["mask"][:, None], None, None]),
-        module=route, large=(),
+        lambda run: route.Plan("xla") if run == "xla" else route.Plan("pallas", FWD, BWD), ROUTE,
+        local=("logits", "mask"), outside=route_outside, integers=lambda rng, d: {"mask": rng.random(d["T"]) < 0.7},
     ),
-    Op(
-        "update_router_bias", lambda a: jaxops.update_router_bias(a["selection_bias"], a["load"], 0.25),
-        lambda d: {"selection_bias": f32(d["E"]), "load": i32(d["E"])}, {"E": 8},
-        {"xla": {}},
-        lambda a: a["selection_bias"] + 0.25 * jnp.sign(jnp.mean(a["load"].astype(jnp.float32)) - a["load"]),
-        local=("selection_bias", "load"),
+    described(
+        "update_router_bias", {"E": 8}, lambda d: {"selection_bias": f32(d["E"]), "load": i32(d["E"])},
+        options={"rate": 0.25}, local=("selection_bias", "load"),
         integers=lambda rng, d: {"load": rng.integers(0, 9, d["E"]).astype(np.int32)},
+        reference=lambda a: a["selection_bias"]
+        + 0.25 * jnp.sign(jnp.mean(a["load"].astype(jnp.float32)) - a["load"]),
     ),
 ]  # fmt: skip
-
 
 # FP8
 
@@ -289,7 +315,8 @@ def fp8_expected(x: str, w: str) -> Callable[[Arguments, list], tuple[Any, Argum
     """What is quantised and multiplied in numpy: arguments x and w by name."""
 
     def expected(a: Arguments, cotangents: list) -> tuple[Any, Arguments]:
-        y, dx, dw = fp8_cases.reference(fp8_cases.Case(a[x], a[w], cotangents[0], a.get("offsets")), "blockwise")
+        case = fp8_cases.Case(a[x], a[w], cotangents[0], a.get("group_offsets"))
+        y, dx, dw = fp8_cases.reference(case, "blockwise")
         return y, {x: dx, w: dw}
 
     return expected
@@ -304,18 +331,20 @@ def used_columns(q, offsets, numpy=jnp):
 
 
 def quantize_both(a: Arguments, **how) -> dict[str, jax.Array]:
-    q = jaxops.quantize(a["x"], layouts="both", group_offsets=a["offsets"], **how)
-    return used_columns({name: getattr(q, name) for name in ("values", "scales", "values_t", "scales_t")}, a["offsets"])
+    q = jaxops.quantize(**a, layouts="both", **how)
+    names = ("values", "scales", "values_t", "scales_t")
+    return used_columns({name: getattr(q, name) for name in names}, a["group_offsets"])
 
 
 def quantize_outside(a: Arguments) -> tuple[Arguments, list]:
     """Rows outside are quantised, too, each by itself; the columns have none of them."""
-    mask = outside_of(a["offsets"], a["x"].shape[0])
+    mask = outside_of(a["group_offsets"], a["x"].shape[0])
     return {"x": mask}, [mask.T, None, mask, None]
 
 
 def quantize_expected(a: Arguments, cotangents: list) -> tuple[Any, Arguments]:
-    return used_columns(np_quantize(a["x"], QUANTIZE, a["offsets"]), a["offsets"], np), {}
+    o = a["group_offsets"]
+    return used_columns(np_quantize(a["x"], QuantizeVariant("block_1x128", "both", ragged=True), o), o, np), {}
 
 
 def dequantize_arguments(rng: np.random.Generator, d: Dims) -> Arguments:
@@ -335,45 +364,73 @@ def dequantize_reference(a: Arguments) -> jax.Array:
     return q.values.astype(jnp.float32) * jnp.repeat(q.scales.T, 128, axis=1)[:, : q.values.shape[1]]
 
 
-def fp8_ways(run: str) -> fp8_matmul.Plan:
+def fp8_plan(run: str) -> fp8_matmul.Plan:
     return fp8_matmul.Plan("xla") if run == "xla" else fp8_cases.options_of(run)["plan"]
 
 
-QUANTIZE = QuantizeVariant("block_1x128", "both", ragged=True)
-FP8 = {"module": fp8_matmul, "multiplies": True}
-TRITON_FP8 = {"triton": {"backend": "triton"}}
+FP8_WAYS = {run: {"plan": fp8_plan(run)} for run in ("xla", "interpret", "gpu")} | {"triton": {"backend": "triton"}}
 FP8_OPS = [
-    Op(
-        "fp8_matmul", lambda a, **how: jaxops.fp8_matmul(a["x"], a["w"], **how),
-        lambda d: {"x": f32(d["M"], d["K"]), "w": f32(d["K"], d["N"])},
-        {"M": 21, "K": 32, "N": 48}, ways_of(fp8_ways) | TRITON_FP8, wrt=("x", "w"), local=("x",),
-        expected=fp8_expected("x", "w"),
-        large=(({"M": 600_000, "K": 4096, "N": 4096}, {}),), **FP8,
+    described(
+        "fp8_matmul", {"M": 21, "K": 32, "N": 48}, lambda d: {"lhs": f32(d["M"], d["K"]), "rhs": f32(d["K"], d["N"])},
+        ways=FP8_WAYS, local=("lhs",), expected=fp8_expected("lhs", "rhs"),
+        large=(({"M": 600_000, "K": 4096, "N": 4096}, {}),),
     ),
-    Op(
-        "fp8_grouped_matmul", lambda a, **how: jaxops.fp8_grouped_matmul(a["lhs"], a["rhs"], a["offsets"], **how),
-        functools.partial(grouped_shapes, bias=False), {"M": 40, "K": 32, "N": 48, "G": 4},
-        ways_of(fp8_ways) | TRITON_FP8,
-        wrt=("lhs", "rhs"), local=("lhs", "offsets"), integers=grouped_offsets, outside=rows_outside(("lhs",), (True,)),
-        expected=fp8_expected("lhs", "rhs"),
-        large=(({"M": 600_000, "K": 4096, "N": 4096, "G": 8}, {}),), **FP8,
+    described(
+        "fp8_grouped_matmul", {"M": 40, "K": 32, "N": 48, "G": 4}, functools.partial(grouped_shapes, bias=False),
+        ways=FP8_WAYS, local=("lhs", "group_offsets"), outside=rows_outside("group_offsets", ("lhs",), (True,)),
+        expected=fp8_expected("lhs", "rhs"), large=(({"M": 600_000, "K": 4096, "N": 4096, "G": 8}, {}),), **GROUPS,
     ),
-    Op(
-        "quantize", quantize_both, lambda d: {"x": f32(d["M"], d["K"]), "offsets": i32(d["G"] + 1)},
-        {"M": 40, "K": 133, "G": 3},
-        ways_of(lambda run: quantize.Plan("xla" if run == "xla" else "pallas")), local=("x", "offsets"),
-        integers=grouped_offsets,
-        outside=quantize_outside, expected=quantize_expected, passes=True,
-        module=quantize,
-        large=(({"M": 600_000, "K": 4096, "G": 8}, {}),),
+    described(
+        "quantize", {"M": 40, "K": 133, "G": 3}, lambda d: {"x": f32(d["M"], d["K"]), "group_offsets": i32(d["G"] + 1)},
+        lambda run: quantize.Plan("xla" if run == "xla" else "pallas"), call=quantize_both, wrt=(),
+        local=("x", "group_offsets"), outside=quantize_outside, expected=quantize_expected, passes=True,
+        large=(({"M": 600_000, "K": 4096, "G": 8}, {}),), **GROUPS,
     ),
-    Op(
-        "dequantize", lambda a: jaxops.dequantize(a["q"]), dequantize_shapes, {"M": 9, "K": 133}, {"xla": {}},
-        dequantize_reference, local=("q",),
-        integers=dequantize_arguments, large=(({"M": 600_000, "K": 4096}, {}),),
+    described(
+        "dequantize", {"M": 9, "K": 133}, dequantize_shapes, local=("q",), integers=dequantize_arguments,
+        reference=dequantize_reference, large=(({"M": 600_000, "K": 4096}, {}),),
     ),
 ]  # fmt: skip
 
+# Across devices: each call is a `jax.shard_map` of its own, of whole arrays
+
+DEVICES = min(2, jax.device_count())
+
+
+def collective(name: str, x: str, shapes: Callable[[Dims], tuple]) -> Op:
+    """shapes: of all devices' x, w and bias."""
+
+    def call(a: Arguments, **how) -> jax.Array:
+        return over(mesh_of(DEVICES), name, bias=True, rows=True, **how)(a[x], a["w"], a["bias"], a["rows"])
+
+    def past(a: Arguments, numpy) -> Any:
+        return numpy.arange(a[x].shape[0])[:, None] >= a["rows"]
+
+    def reference(a: Arguments) -> jax.Array:
+        y = jnp.matmul(jnp.where(past(a, jnp), 0, a[x]), a["w"], precision="highest") + a["bias"][None]
+        return jnp.where(past(a, jnp), 0, y)
+
+    return described(
+        name, {"M": 7, "K": 12, "N": 8},
+        lambda d: dict(zip((x, "w", "bias"), shapes(d), strict=True)) | {"rows": i32()}, call=call, reference=reference,
+        ways={"xla": {"backend": "xla"} | EXACT}, local=(x, "rows"), sharded=True,
+        integers=lambda rng, d: {"rows": np.int32(rng.integers(0, DEVICES * d["M"] + 1))},
+        outside=lambda a: ({x: past(a, np)}, [past(a, np)]),
+    )  # fmt: skip
+
+
+def gathered(d: Dims) -> tuple:
+    return f32(DEVICES * d["M"], d["K"]), f32(d["K"], DEVICES * d["N"]), f32(DEVICES * d["N"])
+
+
+def scattered(d: Dims) -> tuple:
+    return f32(DEVICES * d["M"], DEVICES * d["N"]), f32(DEVICES * d["N"], d["K"]), f32(d["K"])
+
+
+COLLECTIVES = [
+    collective("all_gather_matmul", "x", gathered),
+    collective("matmul_reduce_scatter", "h", scattered),
+]
 OPS = [*ADALN_OPS, *ATTENTION_OPS, *GROUPED_OPS, *ROUTING_OPS, *FP8_OPS, *COLLECTIVES]
 # Public, and no op: what an op gives, what counts on the host, and what examines an op.
 NO_OPS = {"Quantized", "Routing", "bucket_length", "inspect"}

@@ -7,7 +7,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxops._lib.planning.device import Device
 from jaxops.ops import adaln, grouped_matmul
 from tests.contracts.devices import DEVICES, problems, table, written
-from tests.contracts.ops_adaln import FP8_RESULT
+from tests.contracts.ops import FP8_RESULT
 from tests.contracts.run import EVERYTHING, small
 
 FP8 = ("fp8_matmul", "fp8_grouped_matmul", "quantize")

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxops
+from tests.contracts.entry import Arguments, Dims, Op
 from tests.contracts.run import EVERYTHING, is_float
 from tests.hopper import on_h200
 from tests.jaxprs import kernel_arrays, overflow_int32
@@ -19,12 +21,19 @@ CASES = [
 
 
 def half(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Rows and matrices as they are trained: in bfloat16."""
-    return (
-        jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
-        if is_float(x) and x.ndim > 1 and name not in ("weights", "routing", "sum", "q")
-        else x
-    )
+    """Rows and matrices as they are trained: in bfloat16. What a Routing or a Quantized has keeps its dtypes."""
+    if not is_float(x) or x.ndim < 2 or name in ("routing.weights", "routing", "accumulate_into"):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+
+
+def operands(op: Op, sizes: Dims) -> Arguments:
+    """Shapes for these sizes."""
+    shapes = op.shapes(sizes)
+    return {
+        name: x if isinstance(x, jaxops.Quantized) else jax.tree.map(functools.partial(half, name), x)
+        for name, x in shapes.items()
+    }
 
 
 @pytest.mark.parametrize(("name", "i", "mapped"), CASES)
@@ -35,13 +44,10 @@ def test_offsets_of_elements(name, i, mapped, backend):
     op = EVERYTHING[name]
     sizes, how = op.large[i]
     how = dict(how) | ({"backend": backend} if op.module is not None else {})
-    given = {key: jax.tree.map(functools.partial(half, key), shapes) for key, shapes in op.shapes(sizes).items()}
+    given = operands(op, sizes)
     if mapped:
         rows = max(op.sizes, key=lambda size: sizes[size])  # a third as many in each of three
-        given = {
-            key: jax.tree.map(functools.partial(half, key), shapes)
-            for key, shapes in op.shapes(sizes | {rows: sizes[rows] // 3}).items()
-        }
+        given = operands(op, sizes | {rows: sizes[rows] // 3})
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), given)
     held = {} if "out_dtype" in how else {key: given[key] for key in op.wrt}
     others = {key: x for key, x in given.items() if key not in held}

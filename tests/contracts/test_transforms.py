@@ -237,8 +237,7 @@ def test_the_kernels_axes(name):
     with jax.sharding.use_abstract_mesh(mesh):
         text = str(jax.make_jaxpr(sharded)(local, replicated))
     assert "pallas_call" in text
-    summed = set(op.wrt) - set(op.local) - ({"selection_bias"} if name == "route" else set())  # which has no gradient
-    assert ("psum" in text) == bool(summed)
+    assert ("psum" in text) == bool(set(op.wrt) - set(op.local))
 
 
 @pytest.mark.parametrize(
@@ -260,8 +259,6 @@ def test_gradients_of_some_arguments(name, way):
     first = [traced(wrt) for wrt in choices]
     assert [traced(wrt) for wrt in choices] == first
     for argument in op.wrt:
-        if (name, argument) == ("route", "selection_bias"):
-            continue  # has no tangent
         held, others = parts(dataclasses.replace(op, wrt=(argument,)), arguments)
         with pytest.raises(TypeError, match=r"forward-mode.*custom_vjp"):
             jax.jit(

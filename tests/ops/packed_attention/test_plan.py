@@ -167,7 +167,7 @@ def test_other_rows_are_lowered(head_dim, dtype):
 def test_costs():
     """T 1000 rows of 4 heads of 64, keys of 2: 512,000 bytes of q, 256,000 of k; runs 8,000 bytes and 16 of what is
     inside. A causal row sees half of the rows, a window of 100 at most 101; a product is 2 * pairs * 4 * 64."""
-    from tests._lib.test_costs import costs_of
+    from tests.hopper import costs_of
 
     product, rows, keys, runs, sums = 2 * 4 * 64, 512_000, 256_000, 8_000 + 16, 16_000
     for mask, pairs in (("whole", 1_000_000), ("causal", 500_500), ("window", 101_000), ("until", 1_000_000)):

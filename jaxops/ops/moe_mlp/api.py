@@ -149,11 +149,14 @@ def moe_mlp(
         if precision is not None:
             sets = "Quantized weights set" if stored else f"recipe={recipe!r} sets"
             raise ValueError(f"precision is {precision!r}; it must be None: {sets} the precision.")
-        how = check_grouped_recipe("blockwise" if stored else recipe)
+        fp8_recipe = check_grouped_recipe("blockwise" if stored else recipe)
+        fp8_recipe = fp8_recipe.with_pow2_scales() if pow2_scales else fp8_recipe
         compute = float_dtype("compute_dtype", xs[0].dtype if compute_dtype is None else compute_dtype)
         rows = tuned_rows("fp8_matmul", device, "permute")
-        plan = make_plan(Problem(*sizes, compute.name, how.name, stored), device, rows, backend=backend, plan=plan)
-        spec = fp8.Spec(plan, how, activation, save, bool(pow2_scales), compute, out, xs[0].dtype, w_dtype)
+        plan = make_plan(
+            Problem(*sizes, compute.name, fp8_recipe.name, stored), device, rows, backend=backend, plan=plan
+        )
+        spec = fp8.Spec(plan, fp8_recipe, activation, save, compute, out, xs[0].dtype, w_dtype)
         run = mlp_stored if stored else fp8.mlp_fp8
         found = tuple(
             jnp.zeros((x.shape[0], shape[-1]), out) if 0 in (*x.shape, *sizes)

@@ -42,7 +42,8 @@ class _Tuning(ProductTuning):
 
     planner, problem, may_be_0 = PLANNER, Problem, ("G",)
     values = {"recipe": (tuple(RECIPES), ("tensorwise", "rowwise", "blockwise"))}  # noqa: RUF012
-    sides: ClassVar[dict[str, tuple[tuple[str, Literal["row", "col"]], ...]]] = {  # the operands of each pass, and their layouts
+    # The operands of each pass, and their layouts.
+    sides: ClassVar[dict[str, tuple[tuple[str, Literal["row", "col"]], ...]]] = {
         "fwd": (("lhs", "row"), ("rhs", "col")),
         "dgrad": (("dout", "row"), ("rhs", "row")),
         "wgrad": (("lhs", "col"), ("dout", "col")),

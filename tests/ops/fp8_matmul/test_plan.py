@@ -5,10 +5,8 @@ import itertools
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
 import pytest
 
-import jaxops
 from jaxops._lib.planning import device as device_facts
 from jaxops._lib.planning.device import Device
 from jaxops.ops import fp8_matmul
@@ -208,10 +206,3 @@ def test_where_rows_are_cast_in_the_product():
     tiles = Tiles("pallas", 16, 32, cast_lhs=True)
     with pytest.raises(ValueError, match=r"leave cast_lhs out"):
         make_plan(dataclasses.replace(problem, recipe="rowwise"), L4, plan=Plan("pallas", fwd=tiles))
-
-
-def test_a_call_on_a_cpu_needs_no_jax_triton(monkeypatch):
-    monkeypatch.setattr(device_facts, "gluon_missing", lambda: pytest.fail("asked for"))
-    assert jax.eval_shape(
-        jaxops.fp8_matmul, jax.ShapeDtypeStruct((3, 4), "float32"), jax.ShapeDtypeStruct((4, 5), "float32")
-    ).shape == (3, 5)

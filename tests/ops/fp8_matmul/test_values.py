@@ -6,18 +6,15 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 import jaxops
 from jaxops.ops.fp8_matmul import RECIPES, Format, Plan, Recipe, Tiles
-from jaxops.ops.quantize import Quantized
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.jaxprs import equations
 from tests.ops.fp8_matmul.cases import (
-    BLOCK,
     DENSE,
     FEW,
     GROUPED,
@@ -29,7 +26,6 @@ from tests.ops.fp8_matmul.cases import (
     kind_of,
     make_case,
     options_of,
-    quantised,
     quantized_w,
     reference,
     run_all,
@@ -239,11 +235,6 @@ def test_the_cache_is_what_is_multiplied(run):
         assert_close(g, w, **kind_of(run, "float32"), name=name)
 
 
-def check_y_and_dx(case: Case, w8: Quantized, recipe: str, run: str, want) -> None:
-    for name, g, w in zip(("y", "dx"), y_and_dx(case, w8, recipe, run), want, strict=False):
-        assert_close(g, w, **kind_of(run, "float32"), name=name)
-
-
 @pytest.mark.parametrize("run", FEW)
 @pytest.mark.parametrize(
     ("recipe", "layouts", "sizes"),
@@ -258,48 +249,9 @@ def check_y_and_dx(case: Case, w8: Quantized, recipe: str, run: str, want) -> No
 def test_quantized_w(run, recipe, layouts, sizes):
     """y and dx of a weight that came quantised: where its scales are those of its transpose, one layout is enough."""
     case = make_case(21, 130, 37, sizes=sizes)
-    check_y_and_dx(case, quantized_w(case.w, recipe, layouts), recipe, run, reference(case, recipe))
-
-
-@pytest.mark.parametrize("run", FEW)
-@pytest.mark.parametrize("sizes", [None, (9, 0, 12)], ids=["dense", "groups"])
-def test_deepseek_layout(run, sizes):
-    """weight [N, K] and weight_scale_inv as a checkpoint has them, K and N no multiples of 128."""
-    rng = np.random.default_rng(0)
-    K, N = 139, 150
-    stack = () if sizes is None else (len(sizes),)
-    weight = np.clip(rng.normal(size=(*stack, N, K)) * 100, -448, 448).astype(ml_dtypes.float8_e4m3fn)
-    scale_inv = np.exp(rng.normal(size=(*stack, 2, 2)) / 2).astype(np.float32)
-    spread = np.repeat(np.repeat(scale_inv, BLOCK, -2), BLOCK, -1)[..., :N, :K]
-    w = np.swapaxes(weight.astype(np.float64) * spread, -1, -2)
-    case = make_case(21, K, N, sizes=sizes)
-    x, dy = (quantised(np.asarray(v), "block_1x128", "float8_e4m3fn") for v in (case.x, case.dy))
-    groups = [(slice(None), w)] if sizes is None else [(slice(0, 9), w[0]), (slice(9, 21), w[2])]
-    want = (
-        np.concatenate([x[rows] @ one for rows, one in groups]),
-        np.concatenate([dy[rows] @ one.T for rows, one in groups]),
-    )
-    check_y_and_dx(case, Quantized.from_deepseek(put(weight), put(scale_inv)), "blockwise", run, want)
-
-
-@pytest.mark.parametrize("run", FEW)
-def test_adaln_feeds_fp8_matmul(run):
-    rng = np.random.default_rng(0)
-    D, N = 150, 40
-    x, vector, w = (put(rng.normal(size=s), jnp.float32) for s in ((30, D), (1, D), (D, N)))
-
-    @jax.jit
-    def f(x, w):
-        h = jaxops.adaln(x, vector, vector, out_dtype="float8_e4m3fn", backend="xla" if run == "xla" else "pallas")
-        return h, jaxops.fp8_matmul(h, w, **options_of(run))
-
-    h, got = f(x, w)
-    want = np.asarray(jaxops.dequantize(h, "float32")).astype(np.float64) @ quantised(
-        np.asarray(w), "block_128x128", "float8_e4m3fn"
-    )
-    assert_close(got, want, **kind_of(run, got.dtype.name))
-    with pytest.raises(NotImplementedError, match="column layout"):  # which the gradient of w needs
-        jax.eval_shape(jax.grad(lambda w: jnp.sum(f(x, w)[1].astype(jnp.float32))), w)
+    found = y_and_dx(case, quantized_w(case.w, recipe, layouts), recipe, run)
+    for name, got, want in zip(("y", "dx"), found, reference(case, recipe), strict=False):
+        assert_close(got, want, **kind_of(run, "float32"), name=name)
 
 
 @pytest.mark.parametrize("run", FEW)

@@ -313,12 +313,14 @@ def quantize() -> None:
                     jaxops.quantize(x, scaling=scaling, dtype="float8_e5m2"),
                     jaxops.quantize(x[:1], scaling=scaling),
                 ]
-                found += [quantizing.quantize_beside(x[:, :n], x[:, n:], **both) for n in (K // 2, 64, 128)]
+                form, plan = quantizing.Format(scaling), quantizing.Plan(cast=tile)
+                sides = [quantizing.Beside(x[:, :n], x[:, n:]) for n in (K // 2, 64, 128)]
+                found += [quantizing.cast(source, form, "both", plan=plan)[0] for source in sides]
                 if scaling == "block_128x128":
                     return found
-                col = {"scaling": scaling, "plan": quantizing.Plan(cast=tile)}
-                gathered = [quantizing.quantize_gathered(x[:n], indices, offsets, **col) for n in (1, 40)]
-                return [*found, *gathered, jaxops.quantize(x, **both, group_offsets=offsets, key=key)]
+                rows = [quantizing.Gathered(x[:n], indices) for n in (1, 40)]
+                found += [quantizing.cast(source, form, "col", group_offsets=offsets, plan=plan)[0] for source in rows]
+                return [*found, jaxops.quantize(x, **both, group_offsets=offsets, key=key)]
 
             for offsets in OFFSETS:
                 jax.block_until_ready(run(jnp.array(offsets, jnp.int32), jax.random.key(0)))

@@ -133,7 +133,8 @@ def _fp8_unit(name: str, rng) -> Problem:
 
     def want():
         gate_up = multiply_xla(rows, b, put(offsets), out_dtype=jnp.dtype("bfloat16"))
-        h = unit_cast(activation, RECIPES["blockwise"], gate_up, put(offsets), pow2_scales=pow2, backend="pallas")
+        recipe = RECIPES["blockwise"].with_pow2_scales() if pow2 else RECIPES["blockwise"]
+        h = unit_cast(activation, recipe, gate_up, put(offsets), backend="pallas")
         values = np.where(inside[:, None], np.asarray(h.values).astype(np.float32), 0)
         return (values, np.where(inside, h.scales, 0), *[np.asarray(gate_up)] * save)
 

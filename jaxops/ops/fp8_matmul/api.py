@@ -22,7 +22,8 @@ from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.fp8_matmul.operand import shape_of
 from jaxops.ops.fp8_matmul.plan import Plan, Problem, make_plan
 from jaxops.ops.fp8_matmul.product import Operands, Spec, product
-from jaxops.ops.fp8_matmul.recipes import RECIPES, Format, Recipe
+from jaxops.ops.fp8_matmul.recipes import RECIPES, Recipe
+from jaxops.ops.quantize import Format
 
 
 def fp8_matmul(
@@ -207,8 +208,8 @@ def _run(operands: Operands, name: str, out_dtype, pow2_scales, quantize_lhs, ba
     _check_unquantized(quantize_lhs, lhs, rhs, recipe)
     problem = Problem(M, K, N, name, dtype, *groups, quantize_lhs=quantize_lhs)
     plan = make_plan(problem, device, tuned_rows("fp8_matmul", device), backend=backend, plan=plan)
-    pow2_scales = check_flag("pow2_scales", pow2_scales)
-    spec = Spec(recipe, plan, dtype, jnp.dtype(rhs.dtype).name, out.name, pow2_scales, quantize_lhs)
+    recipe = recipe.with_pow2_scales() if check_flag("pow2_scales", pow2_scales) else recipe
+    spec = Spec(recipe, plan, dtype, jnp.dtype(rhs.dtype).name, out.name, quantize_lhs)
     return product(spec, operands)
 
 

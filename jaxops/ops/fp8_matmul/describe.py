@@ -1,6 +1,6 @@
 """What tools and tests ask of fp8_matmul."""
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxops.ops.fp8_matmul.plan import PLANNER, Problem, make_plan
 from jaxops.ops.fp8_matmul.product import Spec, multiply
 from jaxops.ops.fp8_matmul.recipes import RECIPES
 from jaxops.ops.grouped_matmul import ProductTuning, grouped_matmul
-from jaxops.ops.quantize import dequantize, quantize
+from jaxops.ops.quantize import cast, dequantize
 
 
 def _whole(x: Any) -> jax.Array:
@@ -42,7 +42,8 @@ class _Tuning(ProductTuning):
 
     planner, problem, may_be_0 = PLANNER, Problem, ("G",)
     values = {"recipe": (tuple(RECIPES), ("tensorwise", "rowwise", "blockwise"))}  # noqa: RUF012
-    sides = {  # noqa: RUF012  # the operands of each pass, and their layouts
+    # The operands of each pass, and their layouts.
+    sides: ClassVar[dict[str, tuple[tuple[str, Literal["row", "col"]], ...]]] = {
         "fwd": (("lhs", "row"), ("rhs", "col")),
         "dgrad": (("dout", "row"), ("rhs", "row")),
         "wgrad": (("lhs", "col"), ("dout", "col")),
@@ -61,14 +62,13 @@ class _Tuning(ProductTuning):
                 both.append(unquantized(tensors[tensor]))
                 continue
             form = getattr(RECIPES[problem.recipe], tensor)
-            options: dict[str, Any] = {"scaling": form.scaling, "dtype": form.dtype, "layouts": layout}
             ragged = offsets if layout == "col" and tensor != "rhs" else None
-            both.append(quantize(tensors[tensor], **options, group_offsets=ragged))
+            both.append(cast(tensors[tensor], form, layout, group_offsets=ragged)[0])
         return *both, offsets
 
     def run(self, name, problem, plan, a, b, offsets):
         plan, dtype = make_plan(problem, current_device(), plan=plan), problem.dtype
-        spec = Spec(RECIPES[problem.recipe], plan, dtype, dtype, dtype, False)
+        spec = Spec(RECIPES[problem.recipe], plan, dtype, dtype, dtype)
         layouts = {"row": rows_of, "col": cols_of}
         a, b = (
             layouts[layout](side) if isinstance(side, Quantized) else side

@@ -7,9 +7,8 @@ have these kernels alone.
 A's rows may be cast in the launch (`Operand.cast`): each program casts the rows of its tile, step by step, so every
 tile of columns casts them again. That saves a launch and the FP8 rows in memory, and pays where rows are few.
 
-With few rows, reading B takes the time: what is loaded at a time, over how many programs, decides. A tile of one row
-is multiplied without tensor cores, in float32. Sums may be split over programs: a second pass adds the parts in their
-order, elementwise, so that XLA does it in the operation that reads the result.
+With few rows, reading B takes the time. Sums may be split over programs: a second pass adds the parts in their order,
+elementwise, so that XLA does it in the operation that reads the result.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.arrays.manual_axes import out_struct
 from jaxops._lib.arrays.sums import steps_of_part, sum_of_parts
-from jaxops._lib.numerics.fp8 import BLOCK, cast_saturating, infinity_to_nan, magnitudes, scale_and_factor
+from jaxops._lib.numerics.fp8 import BLOCK, cast_saturating, infinity_to_nan, magnitudes
 from jaxops._lib.pallas import masked_pallas as masked
 from jaxops._lib.pallas.launch_pallas import launch
 from jaxops._lib.pallas.schedule_pallas import finds_own, schedule_groups, tile_of, work_of_rows
@@ -33,8 +32,9 @@ from jaxops._lib.planning.costs import bytes_of
 from jaxops._lib.planning.traced_once import traced_once
 from jaxops._lib.ragged.tiling import panel_order, tile_bound
 from jaxops._lib.ragged.work_list import COLUMNS
-from jaxops.ops.fp8_matmul.operand import Cast, Operand, bytes_of_columns
+from jaxops.ops.fp8_matmul.operand import Operand, bytes_of_columns
 from jaxops.ops.fp8_matmul.plan import Tiles
+from jaxops.ops.quantize import Format
 
 
 def _load_entry(schedule_ref, i: jax.Array, count: int) -> list[jax.Array]:
@@ -63,7 +63,7 @@ class Side:
     first: jax.Array
     rows: jax.Array
     exists: jax.Array | None = None
-    cast: Cast | None = None
+    cast: Format | None = None
     saturates: bool = True
 
     def load_cast(self, columns: jax.Array, k_in: jax.Array | None) -> tuple[jax.Array, list[jax.Array]]:
@@ -73,7 +73,7 @@ class Side:
         if self.cast is None:
             return x, []
         amax = jnp.max(magnitudes(x), axis=1)
-        scale, factor = scale_and_factor(amax, self.cast.dtype, self.cast.pow2, is_bfloat16=x.dtype == jnp.bfloat16)
+        scale, factor = self.cast.scale_and_factor(amax, is_bfloat16=x.dtype == jnp.bfloat16)
         values = cast_saturating(infinity_to_nan(x) * factor[:, None], self.cast.dtype, self.saturates)
         return values, [jnp.expand_dims(scale, 1 - self.axis)]
 
@@ -82,10 +82,6 @@ class Side:
         exists = None if self.exists is None else self.exists[:, None]
         mask = masked.both(exists, None if k_in is None else k_in[None, :])
         return masked.load(self.values_ref, (*self.stack, self.rows[:, None], columns[None, :]), mask)
-
-    def load_one_row(self, columns: jax.Array, k_in: jax.Array | None) -> jax.Array:
-        """[columns]. Not [1, columns], whose layout Triton would give to all that it is multiplied with."""
-        return masked.load(self.values_ref, (*self.stack, self.rows, columns), k_in)
 
     @property
     def by_steps(self) -> bool:
@@ -101,26 +97,15 @@ class Side:
         elif self.scaling == "block_1x128":
             index = (k, self.rows)
         elif self.rows.shape[0] <= BLOCK:  # a tile is in one block
-            index = (self._block, k)
+            index = (jnp.minimum(self.first // BLOCK, self.scales_ref.shape[-2] - 1), k)
         else:
             index = (self.rows // BLOCK, k)
         found = plgpu.load(self.scales_ref.at[(*self.stack, *index)])
         return jnp.expand_dims(found, 1 - self.axis) if found.ndim else found
 
-    def scales_of_columns(self, columns: jax.Array) -> jax.Array:
-        """Factors of the columns of a tile of one row, or of at most 128 rows of 128x128 blocks: [columns]."""
-        k = jnp.minimum(columns // BLOCK, pl.cdiv(self.values_ref.shape[-1], BLOCK) - 1)
-        index = (k, self.rows) if self.scaling == "block_1x128" else (self._block, k)
-        return masked.load(self.scales_ref, (*self.stack, *index))
-
-    @property
-    def _block(self) -> jax.Array:
-        """The block of 128 rows of a tile of at most as many."""
-        return jnp.minimum(self.first // BLOCK, self.scales_ref.shape[-2] - 1)
-
 
 def _converted(values: jax.Array, dtype: Any) -> jax.Array:
-    """In bfloat16, float16 or float32."""
+    """In bfloat16 or float16."""
     if values.dtype.itemsize == 1 and dtype != jnp.float16:
         # Through float16 and float32, exactly. Triton's cast from e5m2 to bfloat16 turns NaN into finite numbers
         # (H200, 2026-11-23, JAX 0.11.2); that from e4m3 has an instruction from float16 to bfloat16 for each
@@ -130,96 +115,60 @@ def _converted(values: jax.Array, dtype: Any) -> jax.Array:
 
 
 def sums_of_rows(tiles: Tiles, a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Array) -> list[jax.Array]:
-    """float32 [rows of a, rows of b] for each b, summed over `steps` steps of `tiles.bk` columns from step `first`."""
-    if tiles.bm == 1:
-        return _sums_of_one_row(a, bs, first, steps, tiles.bk)
+    """float32 [rows of a, rows of b] for each b, summed over `steps` K steps of 128 from step `first`."""
     if not tiles.swap:
-        return sums_of_steps(a, bs, first, steps, tiles.bk)
+        return sums_of_steps(a, bs, first, steps)
     b_first = [dataclasses.replace(b, axis=0) for b in bs]
-    return [acc.T for acc in sums_of_steps(dataclasses.replace(a, axis=1), b_first, first, steps, tiles.bk)]
+    return [acc.T for acc in sums_of_steps(dataclasses.replace(a, axis=1), b_first, first, steps)]
 
 
 def part_of_steps(tiles: Tiles, K: int, number: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """First step and count of steps of part `number` of sums over K; None for whole sums."""
-    steps = pl.cdiv(K, tiles.bk)
+    steps = pl.cdiv(K, BLOCK)
     if number is None:
         return jnp.int32(0), jnp.int32(steps)
     return steps_of_part(steps, tiles.split, number)
 
 
-def _sums_of_one_row(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Array, bk: int) -> list[jax.Array]:
-    """As `sums_of_rows`, of a tile of one row, in float32 without tensor cores. All bk columns of a step are loaded
-    before any of them is used."""
-    K = a.values_ref.shape[1]
-    width = bk & -bk  # Triton's sizes are powers of two
-
-    def step(i, sums, masked=False):
-        columns = [i * bk + start + jnp.arange(width, dtype=jnp.int32) for start in range(0, bk, width)]
-        parts = [(ks, ks < K if masked else None) for ks in columns]
-        weights = [[b.load(*part) for b in bs] for part in parts]
-        rows = [a.load_one_row(*part).astype(jnp.float32) for part in parts]
-        factors = [[[side.scales_of_columns(ks) for side in (a, b) if side.by_steps] for b in bs] for ks in columns]
-        totals: list[Any] = [0.0] * len(bs)
-        for x, scales, ws in zip(rows, factors, weights, strict=True):
-            scaled = [functools.reduce(jnp.multiply, each, x)[None, :] for each in scales]
-            products = [x * _converted(w, jnp.float32) for x, w in zip(scaled, ws, strict=True)]
-            totals = [total + product for total, product in zip(totals, products, strict=True)]
-        return [acc + jnp.sum(total, axis=1)[None, :] for acc, total in zip(sums, totals, strict=True)]
-
-    sums, constant = [jnp.zeros((1, b.rows.shape[0]), jnp.float32) for b in bs], _constant_scales(a, bs)
-    whole = jnp.minimum(first + steps, K // bk)
-    if K // bk:
-        sums = lax.fori_loop(first, whole, step, sums)
-    if K % bk:
-        sums = lax.fori_loop(jnp.maximum(first, whole), first + steps, functools.partial(step, masked=True), sums)
-    return _scaled(sums, constant)
-
-
-def _constant_scales(a: Side, bs: Sequence[Side]) -> list[list[jax.Array]]:
-    """For each b the scales that are the same in all steps: loaded before the sum, not waited for after it."""
-    return [[side.scales(jnp.int32(0)) for side in (a, b) if not side.by_steps and side.cast is None] for b in bs]
-
-
-def _scaled(sums: Sequence[jax.Array], scales: list[list[jax.Array]]) -> list[jax.Array]:
-    return [functools.reduce(jnp.multiply, each, acc) for each, acc in zip(scales, sums, strict=True)]
-
-
-def sums_of_steps(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Array, bk: int = BLOCK) -> list[jax.Array]:
-    """float32 [rows of a, rows of b] for each b, or transposed where b's axis is 0, summed over `steps` K steps of bk
+def sums_of_steps(a: Side, bs: Sequence[Side], first: jax.Array, steps: jax.Array) -> list[jax.Array]:
+    """float32 [rows of a, rows of b] for each b, or transposed where b's axis is 0, summed over `steps` K steps of 128
     from step `first`; the last step is masked."""
     K = a.values_ref.shape[1]
     half = jnp.float16 if a.values_ref.dtype == jnp.float16 and a.cast is None else jnp.bfloat16
 
-    def factors(i):
-        """Of each block of step i."""
-        ks = [jnp.clip(i * (bk // BLOCK) + n, 0, pl.cdiv(K, BLOCK) - 1) for n in range(bk // BLOCK)]
-        return [[[side.scales(k) for side in (a, b) if side.by_steps] for b in bs] for k in ks]
+    def factors(k):
+        """Of step k."""
+        k = jnp.clip(k, 0, pl.cdiv(K, BLOCK) - 1)
+        return [[side.scales(k) for side in (a, b) if side.by_steps] for b in bs]
 
-    def step(i, carry, masked=False):
-        sums, now = carry
-        ahead = factors(i + 1)  # Triton pipelines only what a product reads
-        for n, scales in enumerate(now):
-            columns = i * bk + n * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-            k_in = columns < K if masked else None
-            rows, own = a.load_cast(columns, k_in)
-            rows = _converted(rows, half)
-            operands = [(rows, _converted(b.load(columns, k_in), half)) for b in bs]
-            ordered = operands if a.axis == 0 else [(y, x) for x, y in operands]
-            products = [plgpu.dot(x, y, trans_b=True) for x, y in ordered]
-            terms = [functools.reduce(jnp.multiply, own + each, x) for each, x in zip(scales, products, strict=True)]
-            sums = [acc + term for acc, term in zip(sums, terms, strict=True)]
-        return sums, ahead
+    def step(k, carry, masked=False):
+        sums, scales = carry
+        ahead = factors(k + 1)  # Triton pipelines only what a product reads
+        columns = k * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+        k_in = columns < K if masked else None
+        rows, own = a.load_cast(columns, k_in)
+        rows = _converted(rows, half)
+        operands = [(rows, _converted(b.load(columns, k_in), half)) for b in bs]
+        ordered = operands if a.axis == 0 else [(y, x) for x, y in operands]
+        products = [plgpu.dot(x, y, trans_b=True) for x, y in ordered]
+        return [acc + _scaled(x, own + each) for acc, x, each in zip(sums, products, scales, strict=True)], ahead
 
-    whole = jnp.minimum(first + steps, K // bk)
-    shapes, constant = [(a.rows.shape[0], b.rows.shape[0]) for b in bs], _constant_scales(a, bs)
+    whole = jnp.minimum(first + steps, K // BLOCK)
+    shapes = [(a.rows.shape[0], b.rows.shape[0]) for b in bs]
+    # Scales that are the same in all steps: loaded before the sum, not waited for after it.
+    constant = [[side.scales(jnp.int32(0)) for side in (a, b) if not side.by_steps and side.cast is None] for b in bs]
     carry = [jnp.zeros(x if a.axis == 0 else x[::-1], jnp.float32) for x in shapes], factors(first)
     carry = lax.fori_loop(first, whole, step, carry)
-    if K % bk:
+    if K % BLOCK:
         carry = lax.fori_loop(jnp.maximum(first, whole), first + steps, functools.partial(step, masked=True), carry)
-    return _scaled(carry[0], constant)
+    return [_scaled(acc, scales) for acc, scales in zip(carry[0], constant, strict=True)]
 
 
-def _rows_kernel(*refs, G: int | None, num_i: int, tiles: Tiles, scalings, cast: Cast | None, interpret: bool):
+def _scaled(x: jax.Array, factors: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.multiply, factors, x)
+
+
+def _rows_kernel(*refs, G: int | None, num_i: int, tiles: Tiles, scalings, cast: Format | None, interpret: bool):
     """refs: `work_of_rows` with groups; the operands; the result, [M, N], or with `tiles.split` [split, M, N]."""
     *work_ref, a_ref, a_scales_ref, b_ref, b_scales_ref, out_ref = refs
     (*_, M, N), K = out_ref.shape, a_ref.shape[1]

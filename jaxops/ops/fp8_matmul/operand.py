@@ -1,24 +1,16 @@
 """One side of an FP8 product, and how it is made from a `Quantized` tensor."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxops._lib.numerics.fp8 import Quantized
 from jaxops._lib.planning.costs import bytes_of
-from jaxops.ops.quantize import dequantize
+from jaxops.ops.quantize import Format, dequantize
 
 # A tensor and its transpose have the same scales: a missing layout is a transposed copy of the other one.
 TRANSPOSABLE = ("tensorwise", "block_128x128")
-
-
-class Cast(NamedTuple):
-    """How a product casts an operand: to an FP8 dtype, and whether its scales are powers of two."""
-
-    dtype: str
-    pow2: bool
 
 
 @jax.tree_util.register_dataclass
@@ -32,13 +24,13 @@ class Operand:
         tensorwise: []. rowwise: [rows]. block_1x128: [cdiv(K, 128), rows]. block_128x128: [cdiv(rows, 128), cdiv(K,
           128)].
       scaling: one of the four.
-      cast: values are not FP8 yet, and scales unused: the product casts rows in blocks of 1x128, as `quantize` does.
+      cast: values are not FP8 yet, and scales unused: the product casts rows to this format of 1x128 blocks.
     """
 
     values: jax.Array
     scales: jax.Array
     scaling: str = dataclasses.field(metadata={"static": True})
-    cast: Cast | None = dataclasses.field(default=None, metadata={"static": True})
+    cast: Format | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def shape_of(x: jax.Array | Quantized) -> tuple[int, ...]:
@@ -86,9 +78,9 @@ def unquantized(x: jax.Array) -> Operand:
     return Operand(x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, jnp.ones((), jnp.float32), "tensorwise")
 
 
-def cast_in_product(x: jax.Array, cast: Cast) -> Operand:
+def cast_in_product(x: jax.Array, form: Format) -> Operand:
     """x [rows, K], which the product casts in blocks of 1x128."""
-    return Operand(x, jnp.ones(1, jnp.float32), "block_1x128", cast)
+    return Operand(x, jnp.ones(1, jnp.float32), form.scaling, form)
 
 
 def dequantize_operand(operand: Operand) -> jax.Array:

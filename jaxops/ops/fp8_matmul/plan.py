@@ -26,21 +26,19 @@ class Tiles:
     Attributes:
       kernel: "triton" (Hopper), "pallas", or "xla", which has no tiles and becomes cuBLASLt where scales are
         tensorwise.
-      bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`. "pallas"
-        fwd and dgrad: bm may be 1, for a tile without tensor cores, whose bn may be less; with swap bm may be 8.
+      bm, bn: rows and columns of an output tile. Powers of two, at least 16 (bm with swap 8); "triton": see
+        `HOPPER_TILES`.
       warps: warps a program ("pallas").
       stages: pipeline stages; each holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that concurrent programs share operands in
         L2.
-      bk: "pallas" fwd and dgrad: numbers of the contracted dimension in a step, a multiple of 128. With bm=1 all of a
-        step are loaded before any is used, and the largest power of two in bk must not be small.
       split: "pallas" fwd and dgrad: parts of each sum, each a program's; a second pass adds them.
       swap: "pallas" fwd and dgrad: the tensor core multiplies rhs' columns by rows, instead of rows by columns. It
         takes its first operand, at least 64 numbers high, from registers: there FP8 is converted, each number by one
         warp, without a way back to shared memory.
       cast_lhs: "pallas" fwd and dgrad with scales of 1x128 blocks: the product casts rows that are not quantized yet in
         its own launch, to the same bits as `quantize` before it. Each tile of columns casts its rows again. Rows that
-        are quantized are multiplied as they are. bm is not 1.
+        are quantized are multiplied as they are.
       dynamic: "triton" over groups: programs take the next tile from a counter; otherwise every n-th tile, n programs.
     """
 
@@ -50,7 +48,6 @@ class Tiles:
     warps: int = 8
     stages: int = 3
     panel: int = 8
-    bk: int = BLOCK
     split: int = 1
     swap: bool = False
     dynamic: bool = False
@@ -58,18 +55,12 @@ class Tiles:
 
     def __post_init__(self):
         check_fields(self, "kernel", among=("triton", "pallas", "xla"))
-        check_fields(self, "bk", "split")
-        if self.bk % BLOCK:
-            raise ValueError(f"Tiles.bk={self.bk} must be a multiple of {BLOCK}.")
-        if self.kernel != "pallas" and (self.bk, self.split, self.swap, self.cast_lhs) != (BLOCK, 1, False, False):
-            raise ValueError(f"Tiles of kernel={self.kernel!r} have no bk, split, swap and cast_lhs: leave them out.")
+        check_fields(self, "split")
+        if self.kernel != "pallas" and self.of_pallas:
+            raise ValueError(f"Tiles of kernel={self.kernel!r} have no split, swap and cast_lhs: leave them out.")
         if self.kernel != "triton" and self.dynamic:
             raise ValueError(f"Tiles of kernel={self.kernel!r} are not dynamic: leave it out.")
-        if (self.swap or self.cast_lhs) and self.bm == 1:
-            raise ValueError("Tiles with bm=1 take no tensor core, and cast no rows: leave swap and cast_lhs out.")
-        if self.kernel == "pallas" and self.bm == 1:
-            check_fields(self, "bn", power_of_2=True)
-        elif self.kernel != "triton":
+        if self.kernel != "triton":
             check_fields(self, "bm", power_of_2=True, least=8 if self.swap else 16)
             check_fields(self, "bn", power_of_2=True, least=16)
         elif (self.bm, self.bn) not in HOPPER_TILES:
@@ -81,17 +72,21 @@ class Tiles:
         check_fields(self, "stages", least=2 if self.kernel == "triton" else 1)
 
     @property
+    def of_pallas(self) -> bool:
+        """Whether they are of "pallas" fwd and dgrad only."""
+        return self.split > 1 or self.swap or self.cast_lhs
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory in bytes: the load pipeline, and for "triton" the buffers that tiles are stored from."""
         bytes_of_lhs = 4 if self.cast_lhs else 1
-        pipeline = 0 if self.bm == 1 else self.stages * self.bk * (bytes_of_lhs * self.bm + self.bn)
         if self.kernel != "triton":
-            return pipeline
+            return self.stages * BLOCK * (bytes_of_lhs * self.bm + self.bn)
         return self._hopper_pipeline + 2 * self.bm * (self.stored(2) or self.bn)
 
     @property
     def _hopper_pipeline(self) -> int:
-        return self.stages * ((self.bk + 8) * (self.bm + self.bn) + 20) + 512
+        return self.stages * ((BLOCK + 8) * (self.bm + self.bn) + 20) + 512
 
     def stored(self, itemsize: int) -> int:
         """Columns of a result of so many bytes a number that a consumer of "triton" stores at a time by TMA: a tile's,
@@ -141,11 +136,8 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     if tiles.dynamic and not call.problem.G:
         raise ValueError(f"plan.{pass_name}={tiles}: only products over groups have dynamic tiles; leave dynamic out.")
-    if pass_name == "wgrad" and (
-        tiles.bm < 16 or (tiles.bk, tiles.split, tiles.swap, tiles.cast_lhs) != (BLOCK, 1, False, False)
-    ):
-        needed = "wgrad's kernel has no bm below 16, bk, split, swap or cast_lhs; leave them out"
-        raise ValueError(f"plan.wgrad={tiles}: {needed}.")
+    if pass_name == "wgrad" and tiles.of_pallas:
+        raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no split, swap or cast_lhs; leave them out.")
     if tiles.cast_lhs and not _casts(pass_name, call.problem):
         blocks = "the product casts scales of 1x128 blocks, with quantize_lhs=True"
         raise ValueError(f"plan.{pass_name}={tiles}, recipe={call.problem.recipe!r}: {blocks}; leave cast_lhs out.")

@@ -15,12 +15,12 @@ from jaxops._lib.arrays.differentiable import differentiable
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.numerics.fp8 import AMAX_MAX, Quantized, magnitudes
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
-from jaxops.ops.fp8_matmul.operand import Cast, Operand, cast_in_product, cols_of, rows_of, shape_of, unquantized
+from jaxops.ops.fp8_matmul.operand import Operand, cast_in_product, cols_of, rows_of, shape_of, unquantized
 from jaxops.ops.fp8_matmul.plan import Plan
-from jaxops.ops.fp8_matmul.recipes import Format, Recipe
+from jaxops.ops.fp8_matmul.recipes import Recipe
 from jaxops.ops.fp8_matmul.xla import multiply_xla
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad
-from jaxops.ops.quantize import quantize, quantize_measured
+from jaxops.ops.quantize import Format, cast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Spec:
     lhs_dtype: str
     rhs_dtype: str
     out_dtype: str
-    pow2_scales: bool
     quantize_lhs: bool = True
 
     def in_fp8(self, gradient: str) -> bool:
@@ -74,15 +73,12 @@ class _Residuals(NamedTuple):
     offsets: jax.Array | None = None
 
 
-def cast(spec: Spec, x, form: Format, layouts: str, offsets=None, amax=None) -> tuple[Quantized, jax.Array | None]:
+def _cast(spec: Spec, x, form: Format, layouts, offsets=None, amax=None) -> tuple[Quantized, jax.Array | None]:
     """(x quantized, its largest magnitude now where it is scaled by an earlier amax). A Quantized x is not cast."""
     if isinstance(x, Quantized):
         return x, amax
-    backend = "xla" if spec.plan.backend == "xla" else "pallas"
-    how: dict = {"dtype": form.dtype, "layouts": layouts, "pow2_scales": spec.pow2_scales, "backend": backend}
-    if amax is not None:
-        return quantize_measured(x, amax=amax, **how)
-    return quantize(x, scaling=form.scaling, group_offsets=offsets, **how), None
+    backend, measure = "xla" if spec.plan.backend == "xla" else "pallas", amax is not None
+    return cast(x, form, layouts, group_offsets=offsets, amax=amax, measure=measure, backend=backend)
 
 
 def multiply(spec: Spec, pass_name: str, a: Operand, b: Operand, offsets, out_dtype: str, length: int | None = None):
@@ -119,7 +115,7 @@ def multiply_unit(
     """
     from jaxops.ops.fp8_matmul.unit_triton import unit_triton  # jax-triton needs Python >= 3.12
 
-    how: dict = {"activation": activation, "pow2": spec.pow2_scales, "save": save}
+    how: dict = {"activation": activation, "pow2": spec.recipe.lhs.pow2, "save": save}
     kernel = functools.partial(unit_triton, **how, tiles=spec.plan.fwd, cores=spec.plan.on.cores)
     values, scales, *product = sequential_vmap(kernel)(a, b, offsets, indices)
     h = Quantized(values, scales, scaling="block_1x128", dtype="bfloat16", group_offsets=offsets)
@@ -138,17 +134,17 @@ def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
         )
         return (jnp.zeros((M, N), spec.out_dtype), measured), _Residuals()
     layouts = "both" if dlhs and spec.in_fp8("dgrad") else "col"
-    rhs_q, rhs_amax = cast(spec, rhs if rhs_quantized is None else rhs_quantized, recipe.rhs, layouts, None, rhs_amax)
+    rhs_q, rhs_amax = _cast(spec, rhs if rhs_quantized is None else rhs_quantized, recipe.rhs, layouts, None, rhs_amax)
     saved_rhs = _saved_rhs(spec, rhs, rhs_q) if dlhs else None
     by, measured = cols_of(rhs_q), None
     if not spec.quantize_lhs and not isinstance(lhs, Quantized):
         rows, saved_lhs = unquantized(lhs), None
     elif _casts_itself(lhs, spec, "fwd"):
-        rows = cast_in_product(lhs, Cast(recipe.lhs.dtype, spec.pow2_scales))
+        rows = cast_in_product(lhs, recipe.lhs)
         saved_lhs = lhs.astype(_half_precision(spec)) if "wgrad" in recipe.half else lhs
     else:
         layouts = "both" if drhs and spec.in_fp8("wgrad") else "row"
-        lhs_q, lhs_amax = cast(spec, lhs, recipe.lhs, layouts, offsets, lhs_amax)
+        lhs_q, lhs_amax = _cast(spec, lhs, recipe.lhs, layouts, offsets, lhs_amax)
         rows, measured = rows_of(lhs_q), amax and (lhs_amax, rhs_amax)
         saved_lhs = _saved_lhs(spec, lhs, lhs_q, offsets) if drhs else None
     out = multiply(spec, "fwd", rows, by, offsets, spec.out_dtype)
@@ -229,21 +225,21 @@ def _product_bwd(spec: Spec, saved: _Residuals, cotangents):
     inside = _casts_itself(dout, spec, "dgrad")
     layouts = recipe.layouts(needs_dlhs and not inside, needs_drhs)
     if spec.quantize_lhs and layouts != "none":
-        dout_q: Any = cast(spec, dout, recipe.dout, layouts, offsets)[0]
+        dout_q: Any = _cast(spec, dout, recipe.dout, layouts, offsets)[0]
     if needs_dlhs and not spec.in_fp8("dgrad"):
         dlhs = half_precision_dgrad(spec, saved.rhs, dout, offsets)
     elif needs_dlhs:
         if not spec.quantize_lhs:
             rows = unquantized(dout)
         elif inside:
-            rows = cast_in_product(dout, Cast(recipe.dout.dtype, spec.pow2_scales))
+            rows = cast_in_product(dout, recipe.dout)
         else:
             rows = rows_of(dout_q)
         dlhs = multiply(spec, "dgrad", rows, rows_of(saved.rhs), offsets, spec.lhs_dtype)
     if needs_drhs and not spec.in_fp8("wgrad"):
         drhs = half_precision_wgrad(spec, saved.lhs, dout, offsets)
     elif needs_drhs:
-        lhs_q, _ = cast(spec, saved.lhs, recipe.lhs, "col", offsets)
+        lhs_q, _ = _cast(spec, saved.lhs, recipe.lhs, "col", offsets)
         drhs = multiply(spec, "wgrad", cols_of(lhs_q), cols_of(dout_q), offsets, spec.rhs_dtype, dout.shape[0])
     return (Operands(dlhs, drhs),)
 

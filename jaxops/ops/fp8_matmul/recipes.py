@@ -5,13 +5,7 @@ that it changes from there.
 import dataclasses
 from typing import Literal
 
-
-@dataclasses.dataclass(frozen=True)
-class Format:
-    """How one tensor is quantized: `scaling` as in `jaxops.quantize`, and the name of an FP8 dtype."""
-
-    scaling: Literal["tensorwise", "rowwise", "block_1x128", "block_128x128"]
-    dtype: str = "float8_e4m3fn"
+from jaxops.ops.quantize import Format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +27,11 @@ class Recipe:
     half: frozenset[str] = frozenset()
     fast: frozenset[str] = frozenset()
     delayed: bool = False
+
+    def with_pow2_scales(self) -> "Recipe":
+        """The same with scales that are powers of two."""
+        forms = {name: dataclasses.replace(getattr(self, name), pow2=True) for name in ("lhs", "rhs", "dout")}
+        return dataclasses.replace(self, **forms)
 
     def layouts(self, dgrad: bool, wgrad: bool) -> Literal["row", "col", "both", "none"]:
         """The layouts of the cotangent that its products in FP8 read.

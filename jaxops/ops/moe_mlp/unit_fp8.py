@@ -8,7 +8,7 @@ import jax
 from jaxops._lib.numerics.activations import activate_and_slope, quick_sigmoid
 from jaxops._lib.numerics.fp8 import Quantized
 from jaxops.ops.fp8_matmul import Recipe
-from jaxops.ops.quantize import Computed, Halves, Output, Tiles, quantize_computed
+from jaxops.ops.quantize import Computed, Halves, Output, quantize_computed
 
 
 @functools.cache
@@ -36,9 +36,7 @@ def unit_cast(
     gate_up: jax.Array,
     offsets: jax.Array,
     *,
-    pow2_scales: bool = False,
     backend: str = "auto",
-    tiles: Tiles | None = None,
 ) -> Quantized:
     """The row layout of h = act(gate) * up [R, F], rounded to gate_up's dtype first.
 
@@ -46,9 +44,10 @@ def unit_cast(
       gate_up: [R, 2 * F], gate's columns first.
       offsets: [G + 1] int32; rows outside the groups hold anything, and are unspecified in the result.
     """
-    outputs = [Output(recipe.lhs.scaling, recipe.lhs.dtype, "row")]
-    how = {"group_offsets": offsets, "dtype": gate_up.dtype, "pow2_scales": pow2_scales, "backend": backend}
-    (h,), _ = quantize_computed(_unit(activation), [Halves(gate_up)], outputs, **how, tiles=tiles)
+    operands, outputs = [Halves(gate_up)], [Output(recipe.lhs, "row")]
+    (h,), _ = quantize_computed(
+        _unit(activation), operands, outputs, group_offsets=offsets, dtype=gate_up.dtype, backend=backend
+    )
     assert h.row is not None
     return h.row
 
@@ -61,9 +60,7 @@ def unit_bwd_cast(
     weights: jax.Array,
     offsets: jax.Array,
     *,
-    pow2_scales: bool = False,
     backend: str = "auto",
-    tiles: Tiles | None = None,
 ) -> tuple[Computed, Computed, jax.Array]:
     """The unit's gradient, cast to `recipe.dout`, and the unit times the router's weights, to `recipe.lhs`.
 
@@ -81,10 +78,10 @@ def unit_bwd_cast(
       unquantized, of these what the recipe's gradients read. The weighted unit: its column layout or itself. And parts
       [n, R] float32 of the gradients of the weights, for `sums_of_choices`.
     """
-    how = {"group_offsets": offsets, "dtype": gate_up.dtype, "pow2_scales": pow2_scales, "backend": backend}
-    dpre = Output(recipe.dout.scaling, recipe.dout.dtype, recipe.layouts(True, True), 2, bool(recipe.half))
-    h = Output(recipe.lhs.scaling, recipe.lhs.dtype, recipe.layouts(False, True), 1, "wgrad" in recipe.half)
+    dpre = Output(recipe.dout, recipe.layouts(True, True), 2, bool(recipe.half))
+    h = Output(recipe.lhs, recipe.layouts(False, True), 1, "wgrad" in recipe.half)
     compute, operands = _unit_bwd(activation), [dh, Halves(gate_up), weights]
-    how |= {"sums": 1, "tiles": tiles}
-    (dpre, h), (dots,) = quantize_computed(compute, operands, [dpre, h], **how)
+    (dpre, h), (dots,) = quantize_computed(
+        compute, operands, [dpre, h], group_offsets=offsets, dtype=gate_up.dtype, sums=1, backend=backend
+    )
     return dpre, h, dots

@@ -1,6 +1,5 @@
 """The public functions: checks, then the passes; differentiation is an error."""
 
-import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -19,13 +18,13 @@ from jaxops._lib.arrays.checks import (
 )
 from jaxops._lib.arrays.differentiable import differentiable
 from jaxops._lib.arrays.manual_axes import vary_together
-from jaxops._lib.numerics.fp8 import AMAX_MAX, FP8, SCALINGS, Quantized, scale_and_factor
+from jaxops._lib.numerics.fp8 import AMAX_MAX, FP8, SCALINGS, Quantized
 from jaxops._lib.planning.device import device_of
 from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.quantize.amax_pallas import line_amax_pallas
 from jaxops.ops.quantize.cast_pallas import cast_pallas
-from jaxops.ops.quantize.outputs import Beside, Computation, Gathered, Output, kinds_of
-from jaxops.ops.quantize.plan import LAYOUTS, Arrays, Plan, Problem, Spec, make_plan
+from jaxops.ops.quantize.outputs import Beside, Computation, Format, Gathered, Output, kinds_of, size_of
+from jaxops.ops.quantize.plan import LAYOUTS, Plan, Problem, make_plan
 from jaxops.ops.quantize.xla import cast_xla, dequantize_xla, tensor_amax
 
 
@@ -92,79 +91,50 @@ def quantize(
     delayed scaling: Micikevicius et al. 2022 (arXiv:2209.05433); stochastic rounding: Gupta et al. 2015
     (arXiv:1502.02551).
     """
-    spec = _check(x, scaling, dtype, layouts, pow2_scales, group_offsets, amax)
+    form = _check(x, scaling, dtype, layouts, pow2_scales, group_offsets, amax)
+    return cast(x, form, layouts, group_offsets=group_offsets, amax=amax, key=key, backend=backend, plan=plan)[0]
+
+
+def cast(
+    source: jax.Array | Gathered | Beside,
+    form: Format,
+    layouts: Literal["row", "col", "both"] = "row",
+    *,
+    group_offsets: jax.Array | None = None,
+    amax: jax.Array | None = None,
+    key: jax.Array | None = None,
+    measure: bool = False,
+    backend: str = "auto",
+    plan: Plan | None = None,
+) -> tuple[Quantized, jax.Array | None]:
+    """`quantize` for other ops, which have checked their operands; also of what would be a copy in memory.
+
+    Args:
+      source: a tensor; or rows of a matrix, `Gathered`, with groups and in the column layout only, and no row outside
+        the groups is read; or `Beside`, two tensors, of whose columns a tile and a block of 128 may hold both. The bits
+        are those of `quantize` of the copy.
+      form: the scaling and dtype.
+      layouts, group_offsets, amax, key, backend, plan: as in `quantize`; of a `Problem` with the copy's sizes.
+      measure: with tensorwise scaling, returns the source's own largest finite magnitude, too: float32, [] or, of a
+        stack, [G]. With amax given it is still one pass.
+
+    Raises:
+      NotImplementedError: a derivative; "pallas" on a GPU without FP8.
+    """
     words = None if key is None else lax.bitcast_convert_type(jax.random.bits(key, (2,), jnp.uint32), jnp.int32)
-    return _run(spec, Arrays(x, group_offsets, amax, words), backend, plan)[0]
-
-
-def quantize_measured(
-    x, *, dtype=jnp.float8_e4m3fn, layouts="row", pow2_scales=False, amax=None, backend="auto", plan: Plan | None = None
-) -> tuple[Quantized, jax.Array]:
-    """`quantize` with tensorwise scaling, and x's own largest finite magnitude: float32, [] or, of a stack, [G].
-
-    With amax given it is still one pass over x.
-    """
-    spec = dataclasses.replace(_check(x, "tensorwise", dtype, layouts, pow2_scales, None, amax), measure=True)
-    return _run(spec, Arrays(x, None, amax), backend, plan)
-
-
-def quantize_gathered(
-    x, indices, group_offsets, *, scaling="block_1x128", dtype=jnp.float8_e4m3fn, pow2_scales=False, amax=None,
-    backend="auto", plan: Plan | None = None,
-) -> Quantized:  # fmt: skip
-    """`quantize(x[indices], layouts="col", group_offsets=group_offsets)`, to the last bit, without the gathered copy.
-
-    Args:
-      x: [T, K] bfloat16, float16 or float32.
-      indices: [R] int32, the row of x that each row is; others than 0 to T - 1 count as the nearest of these. Rows
-        outside all groups are not read.
-      group_offsets: [G + 1] int32, groups of the R rows.
-      scaling: "tensorwise", "rowwise" or "block_1x128".
-      amax, dtype, pow2_scales, backend, plan: as in `quantize`; of a `Problem` with M = R, layouts "col", ragged and
-        gathered. Without amax, tensorwise and rowwise scales take a second pass over the gathered rows.
-
-    Returns:
-      A `Quantized` with values_t [K, 128 * (cdiv(R, 128) + G)] and scales_t only.
-
-    Raises:
-      ValueError, TypeError, NotImplementedError: as `quantize`; indices of another shape or dtype; rows of an x that
-        has none.
-    """
-    check_offsets(group_offsets)
-    spec = _check(x, scaling, dtype, "col", pow2_scales, group_offsets, amax)
-    check_array("indices", indices, "an int32 array [R], the row of x that each row is")
-    if len(indices.shape) != 1:
-        raise ValueError(f"indices has shape {tuple(indices.shape)}; it must be [R], the row of x that each row is.")
-    if indices.dtype != jnp.int32:
-        raise TypeError(f"indices is {indices.dtype}; write indices.astype(jnp.int32).")
-    if indices.shape[0] and not x.shape[0]:
-        raise ValueError(f"indices has shape {tuple(indices.shape)}, but x has shape {tuple(x.shape)}: it has no rows.")
-    return _run(spec, Arrays(x, group_offsets, amax, indices=indices), backend, plan)[0]
-
-
-def quantize_beside(
-    left, right, *, scaling="block_1x128", dtype=jnp.float8_e4m3fn, layouts="row", pow2_scales=False, amax=None,
-    backend="auto", plan: Plan | None = None,
-) -> Quantized:  # fmt: skip
-    """`quantize(jnp.concatenate([left, right], axis=-1))`, to the last bit, without the concatenated copy.
-
-    A tile, and a block of 128 columns, may hold columns of both.
-
-    Args:
-      left, right: [M, F] and [M, K - F], or stacks [G, M, F] and [G, M, K - F], of one dtype.
-      scaling, dtype, layouts, pow2_scales, amax, backend, plan: as in `quantize`; of a `Problem` with all K columns.
-
-    Raises:
-      ValueError, TypeError, NotImplementedError: as `quantize`; left and right that do not fit together.
-    """
-    spec = _check(left, scaling, dtype, layouts, pow2_scales, None, amax, name="left")
-    check_array("right", right, "a JAX array, the columns behind those of left")
-    if right.shape[:-1] != left.shape[:-1]:
-        got = f"left has shape {tuple(left.shape)}, right {tuple(right.shape)}"
-        raise ValueError(f"{got}: all axes but the last must be equal.")
-    if right.dtype != left.dtype:
-        raise TypeError(f"left is {left.dtype} and right is {right.dtype}: cast one of them.")
-    return _run(spec, Arrays(left, None, amax, right=right), backend, plan)[0]
+    source, offsets, amax, words = vary_together(source, group_offsets, amax, words)
+    _, M, K = size_of((source,))
+    dtype, device = jnp.dtype(jax.tree.leaves(source)[0].dtype).name, device_of(source, offsets, amax)
+    problem = Problem(M, K, dtype, form.scaling, layouts, offsets is not None, isinstance(source, Gathered))
+    plan = make_plan(problem, device, tuned_rows("quantize", device), backend=backend, plan=plan)
+    output = Output(form, layouts)
+    found = _call(Computation(None, kinds_of((source,)), (output,), dtype), measure, plan, source, offsets, amax, words)
+    if form.scaling == "tensorwise":  # both layouts share the scale
+        found["scales_t"] = found["scales"]
+    row = (found["values"], found["scales"]) if output.row else (None, None)
+    col = (found["values_t"], found["scales_t"]) if output.col else (None, None)
+    q = Quantized(*row, *col, scaling=form.scaling, dtype=dtype, group_offsets=offsets)
+    return q, found["amax"] if measure else None
 
 
 def dequantize(q: Quantized, dtype=None) -> jax.Array:
@@ -198,13 +168,14 @@ def dequantize(q: Quantized, dtype=None) -> jax.Array:
     return out if is_stack else out[0]
 
 
-def _check(x, scaling, dtype, layouts, pow2, offsets, amax, name: str = "x") -> Spec:
-    check_array(name, x, "a JAX array [M, K] or [G, M, K]")
+def _check(x, scaling, dtype, layouts, pow2, offsets, amax) -> Format:
+    check_array("x", x, "a JAX array [M, K] or [G, M, K]")
     shape = tuple(x.shape)
     if len(shape) not in (2, 3):
-        needed = f"[M, K] or a stack [G, M, K]. Write {name}.reshape(-1, {name}.shape[-1])."
-        raise ValueError(f"{name} has shape {shape}; it must be {needed}")
-    check_float(name, x, "[M, K]" if len(shape) == 2 else "[G, M, K]")
+        raise ValueError(
+            f"x has shape {shape}; it must be [M, K] or a stack [G, M, K]. Write x.reshape(-1, x.shape[-1])."
+        )
+    check_float("x", x, "[M, K]" if len(shape) == 2 else "[G, M, K]")
     check_choice("scaling", scaling, SCALINGS)
     check_choice("layouts", layouts, LAYOUTS)
     fp8 = check_dtype("dtype", dtype, FP8).name
@@ -224,85 +195,67 @@ def _check(x, scaling, dtype, layouts, pow2, offsets, amax, name: str = "x") -> 
             raise TypeError(f"amax is {amax.dtype}; write amax.astype(jnp.float32).")
         if tuple(amax.shape) not in ((), shape[:-2]):
             raise ValueError(f"amax has shape {tuple(amax.shape)}; it must be () or, for a stack, ({shape[0]},).")
-    return Spec(scaling, fp8, layouts, check_flag("pow2_scales", pow2))
-
-
-def _run(spec: Spec, given: Arrays, backend: str, plan: Plan | None) -> tuple[Quantized, Any]:
-    """The result, and x's own largest magnitude with spec.measure. The arrays are as the caller gave them: x and right
-    may be no stacks, amax a scalar."""
-    stack = len(given.x.shape) == 3
-    if not stack:
-        right = None if given.right is None else given.right[None]
-        given = given._replace(x=given.x[None], right=right)
-    if given.amax is not None:
-        given = given._replace(amax=jnp.broadcast_to(given.amax, (given.x.shape[0],)))
-    arrays = Arrays(*vary_together(*given))
-    (_, M, K), dtype, offsets = arrays.shape, jnp.dtype(arrays.x.dtype).name, given.offsets
-    problem = Problem(M, K, dtype, spec.scaling, spec.layouts, offsets is not None, given.indices is not None)
-    device = device_of(arrays)
-    plan = make_plan(problem, device, tuned_rows("quantize", device), backend=backend, plan=plan)
-    found: dict = _call(spec, plan, arrays)
-    if not stack:
-        found = {name: value[0] for name, value in found.items()}
-    if spec.scaling == "tensorwise":  # both layouts share the scale
-        found["scales_t"] = found["scales"]
-    row = (found["values"], found["scales"]) if spec.row else (None, None)
-    col = (found["values_t"], found["scales_t"]) if spec.col else (None, None)
-    q = Quantized(*row, *col, scaling=spec.scaling, dtype=problem.dtype, group_offsets=offsets)
-    return q, found.get("amax")
+    return Format(scaling, fp8, check_flag("pow2_scales", pow2))
 
 
 _NAMES = {"values0": "values", "scales0": "scales", "values_t0_0": "values_t", "scales_t0_0": "scales_t"}
 _NAMES["measured"] = "measured"
 
 
-def _source(arrays: Arrays) -> Any:
-    """The operand of the cast."""
-    if arrays.indices is not None:
-        return Gathered(arrays.x[0], arrays.indices)
-    return arrays.x if arrays.right is None else Beside(arrays.x, arrays.right)
+def _passes(
+    computation: Computation, measure: bool, plan: Plan, source: Any, offsets: jax.Array | None,
+    amax: jax.Array | None, words: jax.Array | None,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """The results by name: of the layouts asked values, scales, values_t, scales_t, and with measure amax; of a stack
+    if the source is one."""
+    (G, _, _), arrays, (output,) = size_of((source,)), jax.tree.leaves(source), computation.outputs
+    amax = None if amax is None else jnp.broadcast_to(amax, (G,))
+    if plan.backend == "xla" or any(0 in x.shape for x in arrays):
+        found = cast_xla(output, source, offsets, amax, words, measure=measure)
+    else:
+        found = _by_kernels(computation, measure, plan, source, offsets, amax, words)
+    return found if arrays[0].ndim == 3 else {name: value[0] for name, value in found.items()}
 
 
-def _passes(spec: Spec, plan: Plan, arrays: Arrays) -> dict[str, jax.Array]:
+def _by_kernels(
+    computation: Computation, measure: bool, plan: Plan, source: Any, offsets: jax.Array | None,
+    amax: jax.Array | None, words: jax.Array | None,
+) -> dict[str, jax.Array]:  # fmt: skip
     """The pass for the largest magnitudes, if a program of the cast does not see all that share a scale; then the
     cast.
     """
-    if plan.backend == "xla" or arrays.is_empty:
-        return cast_xla(spec, arrays)
     assert plan.cast is not None  # make_plan fills both
     assert plan.amax is not None
-    interpret, given, found, parts = plan.on.interpret, {}, {}, None
-    operands = (_source(arrays),)
-    output = Output(spec.scaling, spec.fp8, spec.layouts)
-    dtype = jnp.dtype(arrays.x.dtype).name
-    computation = Computation(None, kinds_of(operands), (output,), dtype, 0, spec.pow2)
-    if spec.scaling == "tensorwise":
-        parts = tensor_amax(arrays) if arrays.amax is None else arrays.amax[:, None]
+    (output,), (G, _, K), interpret = computation.outputs, size_of((source,)), plan.on.interpret
+    given, found, parts = {}, {}, None
+    if output.measured:
+        parts = tensor_amax(source, offsets) if amax is None else amax[:, None]
         given["amax0"] = parts
-    elif spec.scaling == "rowwise" and (spec.col or plan.cast.cols < arrays.shape[2]):
-        how = {"row": spec.row, "col": spec.col, "interpret": interpret}
-        row, col = line_amax_pallas(computation, plan.amax, operands, arrays.offsets, **how)
+    elif output.scaling == "rowwise" and (output.col or plan.cast.cols < K):
+        lines = {"row": output.row, "col": output.col, "interpret": interpret}
+        row, col = line_amax_pallas(computation, plan.amax, (source,), offsets, **lines)
         if row is not None:
-            found["scales"], given["row_factors0"] = scale_and_factor(row, spec.fp8, spec.pow2)
+            found["scales"], given["row_factors0"] = output.form.scale_and_factor(row)
         if col is not None:
-            found["scales_t"], given["col_factors0"] = scale_and_factor(col, spec.fp8, spec.pow2)
+            found["scales_t"], given["col_factors0"] = output.form.scale_and_factor(col)
     given = {name: value.reshape(-1) for name, value in given.items()}
-    if arrays.words is not None:
-        given["words"] = arrays.words
-    measure = spec.measure and arrays.amax is not None
-    results = cast_pallas(computation, plan.cast, operands, arrays.offsets, given, measure=measure, interpret=interpret)
+    if words is not None:
+        given["words"] = words
+    also = measure and amax is not None
+    results = cast_pallas(computation, plan.cast, (source,), offsets, given, measure=also, interpret=interpret)
     for name, value in results.items():
-        found[_NAMES[name]] = value.reshape(arrays.shape[0], -1, *value.shape[1:])
-    if spec.scaling == "tensorwise":
+        found[_NAMES[name]] = value.reshape(G, -1, *value.shape[1:])
+    if output.measured:
         found["scales"] = found["scales"][:, 0]
-    if spec.measure:
+    if measure:
         found["amax"] = jnp.minimum(jnp.max(found.pop("measured", parts), axis=1), AMAX_MAX)
     return found
 
 
-def _no_gradient(spec: Spec, *_):
+def no_gradient(computation: Computation, *_):
+    """The derivative of a cast."""
     hint = "differentiate jaxops.fp8_matmul, or quantise jax.lax.stop_gradient(x)."
-    raise NotImplementedError(f"a cast to {spec.fp8} has no gradient of its own: {hint}")
+    raise NotImplementedError(f"a cast to {computation.outputs[0].form.dtype} has no gradient of its own: {hint}")
 
 
-_call = differentiable(_passes, _no_gradient, _no_gradient, static=2)
+_call = differentiable(_passes, no_gradient, no_gradient, static=3)

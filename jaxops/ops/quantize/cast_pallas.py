@@ -20,7 +20,6 @@ from jaxops._lib.numerics.fp8 import (
     infinity_to_nan,
     nan_to_zero,
     random_bits,
-    scale_and_factor,
 )
 from jaxops._lib.pallas.launch_pallas import launch_named
 from jaxops._lib.pallas.masked_pallas import both, load, store
@@ -72,8 +71,7 @@ class _Cast:
         return self.computation.outputs[self.n]
 
     def _scale_of(self, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-        is_bfloat16 = self.computation.dtype == "bfloat16"
-        return scale_and_factor(amax, self.output.fp8, self.computation.pow2, is_bfloat16)
+        return self.output.form.scale_and_factor(amax, is_bfloat16=self.computation.dtype == "bfloat16")
 
     def given(self) -> jax.Array | None:
         """The factor that is known before the tile: of a whole tensor."""
@@ -86,7 +84,7 @@ class _Cast:
         part = jnp.arange(power_of_2(parts), dtype=jnp.int32)
         amax = jnp.max(plgpu.load(ref[f"amax{n}"].at[p.g * parts + part], mask=part < parts, other=0.0))
         amax = jnp.broadcast_to(amax, p.block.shape)
-        scale, factor = scale_and_factor(amax, self.output.fp8, self.computation.pow2)  # a given amax is any float32
+        scale, factor = self.output.form.scale_and_factor(amax)  # a given amax is any float32
         store(ref[f"scales{n}"], (jnp.zeros_like(p.block) + p.g,), scale, p.is_first)
         return factor
 
@@ -130,8 +128,8 @@ class _Cast:
 
     def _cast(self, values: jax.Array, arranged=lambda tile: tile) -> jax.Array:
         if self.random is None:
-            return cast_saturating(arranged(values), self.output.fp8, saturates=not self.interpret)
-        return cast_stochastic(arranged(values), self.output.fp8, arranged(self.random))
+            return cast_saturating(arranged(values), self.output.form.dtype, saturates=not self.interpret)
+        return cast_stochastic(arranged(values), self.output.form.dtype, arranged(self.random))
 
     def store(self, parts: range, tensors: list[jax.Array]) -> None:
         """Stores this tile of some parts, which share what they have in scales."""
@@ -213,12 +211,12 @@ def _results(
             "block_128x128": ((G * row_blocks, across) if output.row else None, (G * across, row_blocks)),
         }[output.scaling]
         if output.row:
-            found[f"values{n}"] = ((G * M, output.parts * K), output.fp8)
+            found[f"values{n}"] = ((G * M, output.parts * K), output.form.dtype)
         if scales and output.layouts != "none":
             found[f"scales{n}"] = (scales, "float32")
         for part in range(output.parts):
             if output.col:
-                found[f"values_t{n}_{part}"] = ((G * K, columns), output.fp8)
+                found[f"values_t{n}_{part}"] = ((G * K, columns), output.form.dtype)
                 if scales_t:
                     found[f"scales_t{n}_{part}"] = (scales_t, "float32")
             if output.plain:

@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.arrays.checks import check_choice
 from jaxops._lib.arrays.differentiable import differentiable
 from jaxops._lib.arrays.manual_axes import vary_together
-from jaxops._lib.numerics.fp8 import Quantized, magnitudes, scale_and_factor
+from jaxops._lib.numerics.fp8 import Quantized
 from jaxops._lib.planning.device import device_of
 from jaxops.ops.quantize.amax_pallas import tensor_amax_pallas
-from jaxops.ops.quantize.api import quantize
+from jaxops.ops.quantize.api import cast, no_gradient
 from jaxops.ops.quantize.cast_pallas import cast_pallas
 from jaxops.ops.quantize.outputs import (
+    Beside,
     Computation,
     Computed,
     Halves,
@@ -27,6 +27,7 @@ from jaxops.ops.quantize.outputs import (
     size_of,
 )
 from jaxops.ops.quantize.plan import PLANNER, Problem, Tiles
+from jaxops.ops.quantize.xla import tensor_amax
 
 Results = tuple[tuple[Computed, ...], tuple[jax.Array, ...]]
 
@@ -39,9 +40,7 @@ def quantize_computed(
     group_offsets: jax.Array,
     dtype: Any,
     sums: int = 0,
-    pow2_scales: bool = False,
     backend: str = "auto",
-    tiles: Tiles | None = None,
 ) -> Results:
     """Computes tensors [R, C] element by element and casts them, as `quantize` casts what compute has written.
 
@@ -55,46 +54,41 @@ def quantize_computed(
         zero where these are. A vector's elements have a column axis of 1. Static: the same object in each call.
       operands: matrices [R, C], `Halves` of a matrix [R, 2 * C], which are two operands, bfloat16, float16 or float32;
         and vectors [R] float32.
-      outputs: the results; their parts are the computed tensors, in order.
+      outputs: the results; their parts, one or two, are the computed tensors, in order.
       group_offsets: [G + 1] int32, the groups of rows, as in `quantize`.
       dtype: to which computed tensors are rounded before their casts: bfloat16, float16 or float32.
       sums: how many tensors of compute are added up over the columns, unrounded.
-      pow2_scales: as in `quantize`.
       backend: as in `quantize`.
-      tiles: of the pass that writes the results, instead of the heuristic ones.
 
     Returns:
       A `Computed` for each output; and for each of the sums parts [n, R] float32, which add up to it over the first
       axis.
 
     Raises:
-      ValueError: no matrix among the operands; an unknown backend; tiles that do not hold what shares a scale.
+      ValueError: no matrix among the operands; an unknown backend.
       NotImplementedError: a derivative; "pallas" on a GPU without FP8.
     """
-    for output in outputs:
-        check_choice("Output.scaling", output.scaling, ("tensorwise", "rowwise", "block_1x128"))
     given, offsets = vary_together(tuple(operands), group_offsets)
     _, R, C = size_of(given)
-    computation = Computation(compute, kinds_of(given), tuple(outputs), jnp.dtype(dtype).name, sums, pow2_scales)
+    computation = Computation(compute, kinds_of(given), tuple(outputs), jnp.dtype(dtype).name, sums)
     problem = Problem(R, C, computation.dtype, "block_1x128", "row", ragged=True)
     device, backend = PLANNER.choose(problem, device_of(given, offsets), backend, None)
     if backend == "xla" or 0 in (R, C) or not computation.in_one_pass(C):
         return composed(computation, given, offsets, backend)
-    tiles = tiles or cast_tiles(computation, C)
-    computation.check_tiles(tiles, C)
-    return _call(computation, tiles, amax_tiles(computation, C, 4 * device.cores), device.interpret, given, offsets)
+    tiles = cast_tiles(computation, C), amax_tiles(computation, C, 4 * device.cores)
+    return _call(computation, *tiles, device.interpret, given, offsets)
 
 
 def _passes(
-    computation: Computation, cast: Tiles, amax: Tiles, interpret: bool, operands: Operands, offsets: jax.Array
+    computation: Computation, tiles: Tiles, amax: Tiles, interpret: bool, operands: Operands, offsets: jax.Array
 ) -> Results:
     scales, factors = {}, {}
     if computation.measured:
         most = tensor_amax_pallas(computation, amax, operands, offsets, interpret=interpret)
         for i, n in enumerate(computation.measured):
-            scales[n], factor = scale_and_factor(most[i], computation.outputs[n].fp8, computation.pow2)
+            scales[n], factor = computation.outputs[n].form.scale_and_factor(most[i])
             factors[f"factor{n}"] = factor[None]
-    found = cast_pallas(computation, cast, operands, offsets, factors, interpret=interpret)
+    found = cast_pallas(computation, tiles, operands, offsets, factors, interpret=interpret)
     results = []
     for n, output in enumerate(computation.outputs):
         parts = range(output.parts)
@@ -110,15 +104,11 @@ def _passes(
     return tuple(results), tuple(found[f"sums{i}"] for i in range(computation.sums))
 
 
-def _no_gradient(*_):
-    raise NotImplementedError("a cast to FP8 has no gradient of its own: differentiate the op that multiplies it.")
-
-
-_call = differentiable(_passes, _no_gradient, _no_gradient, static=4)
+_call = differentiable(_passes, no_gradient, no_gradient, static=4)
 
 
 def composed(computation: Computation, operands: Operands, offsets: jax.Array, backend: str) -> Results:
-    """The same by XLA, which writes the computed tensors, and `quantize`."""
+    """The same by XLA, which writes the computed tensors, and `cast`."""
     whole = []
     for x in operands:
         if isinstance(x, Halves):
@@ -131,27 +121,17 @@ def composed(computation: Computation, operands: Operands, offsets: jax.Array, b
     results = []
     for output in computation.outputs:
         parts, rounded = rounded[: output.parts], rounded[output.parts :]
-        results.append(_cast(computation, output, parts, offsets, backend))
+        results.append(_cast(output, parts, offsets, backend))
     return tuple(results), tuple(jnp.sum(x, axis=1)[None] for x in addends)
 
 
-def _cast(
-    computation: Computation, output: Output, parts: list[jax.Array], offsets: jax.Array, backend: str
-) -> Computed:
+def _cast(output: Output, parts: list[jax.Array], offsets: jax.Array, backend: str) -> Computed:
     plain = tuple(parts) if output.plain else ()
     if output.layouts == "none":
-        return Computed(None, (), plain)
-    how: dict = {"scaling": output.scaling, "dtype": output.fp8, "pow2_scales": computation.pow2}
-    cast = functools.partial(quantize, **how, group_offsets=offsets, backend=backend)
-    if output.parts == 1:
-        q = cast(parts[0], layouts=output.layouts)
-        part = {"scaling": q.scaling, "dtype": q.dtype, "group_offsets": offsets}
-        row = Quantized(q.values, q.scales, **part) if output.row else None
-        return Computed(row, (Quantized(None, None, q.values_t, q.scales_t, **part),) if output.col else (), plain)
-    if output.measured:
-        row = jnp.arange(parts[0].shape[0], dtype=jnp.int32)
-        inside = ((offsets[0] <= row) & (row < offsets[-1]))[:, None]
-        found = [jnp.max(magnitudes(jnp.where(inside, x, 0)), initial=0.0) for x in parts]
-        cast = functools.partial(cast, amax=functools.reduce(jnp.maximum, found))
-    row = cast(jnp.concatenate(parts, axis=1), layouts="row") if output.row else None
-    return Computed(row, tuple(cast(x, layouts="col") for x in parts) if output.col else (), plain)
+        return Computed(plain=plain)
+    source = parts[0] if len(parts) == 1 else Beside(*parts)
+    amax = jnp.max(tensor_amax(source, offsets)) if output.measured else None
+    to = functools.partial(cast, form=output.form, group_offsets=offsets, amax=amax, backend=backend)
+    row = to(source, layouts="row")[0] if output.row else None
+    cols = tuple(to(x, layouts="col")[0] for x in parts) if output.col else ()
+    return Computed(row, cols, plain)

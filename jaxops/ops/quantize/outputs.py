@@ -1,5 +1,5 @@
-"""What a cast reads and writes: its sources, the tensors computed from them, and their layouts. How the passes of
-`quantize_computed` are cut into programs."""
+"""What a cast reads and writes: its sources, the tensors computed from them, and the format and layouts of each result.
+How the passes of `quantize_computed` are cut into programs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,12 +7,30 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxops._lib.arrays.checks import check_choice, check_dtype
 from jaxops._lib.arrays.powers import power_of_2
-from jaxops._lib.numerics.fp8 import BLOCK, FP8, SCALINGS, Quantized
-from jaxops.ops.quantize.plan import LAYOUTS, WHOLE_ROW, Tiles
+from jaxops._lib.numerics.fp8 import BLOCK, Quantized, scale_and_factor
+from jaxops.ops.quantize.plan import WHOLE_ROW, Tiles
 
 _WIDTHS = (512, 256)  # columns of a tile without a column layout, where they divide a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How one tensor is quantized.
+
+    Attributes:
+      scaling: as in `jaxops.quantize`.
+      dtype: name of an FP8 dtype.
+      pow2: scales are powers of two.
+    """
+
+    scaling: Literal["tensorwise", "rowwise", "block_1x128", "block_128x128"] = "block_1x128"
+    dtype: str = "float8_e4m3fn"
+    pow2: bool = False
+
+    def scale_and_factor(self, amax: jax.Array, is_bfloat16: bool = False) -> tuple[jax.Array, jax.Array]:
+        """(scale, factor) of what has the largest magnitude amax."""
+        return scale_and_factor(amax, self.dtype, self.pow2, is_bfloat16)
 
 
 class Halves(NamedTuple):
@@ -70,23 +88,20 @@ class Output:
     """How one result is written: `parts` computed tensors [R, C], side by side [R, parts * C] in the row layout.
 
     Attributes:
-      scaling: as in `quantize`; block_128x128 of one tensor that is not computed. All parts share a tensorwise scale.
-      fp8: name of the values' dtype.
+      form: of the values; block_128x128 of one tensor that is not computed. All parts share a tensorwise scale.
       layouts: "row", "col", "both", or "none". A column layout is that of one part.
       parts: how many of the computed tensors.
       plain: also writes each part as it is, in the dtype to which it is rounded.
     """
 
-    scaling: str = "block_1x128"
-    fp8: str = "float8_e4m3fn"
+    form: Format = Format()
     layouts: Literal["row", "col", "both", "none"] = "row"
     parts: int = 1
     plain: bool = False
 
-    def __post_init__(self):
-        check_choice("Output.scaling", self.scaling, SCALINGS)
-        check_choice("Output.layouts", self.layouts, (*LAYOUTS, "none"))
-        check_dtype("Output.fp8", self.fp8, FP8)
+    @property
+    def scaling(self) -> str:
+        return self.form.scaling
 
     @property
     def row(self) -> bool:
@@ -126,15 +141,13 @@ class Computation:
       outputs: the results, in the order of the tensors that compute returns.
       dtype: name of the dtype to which computed tensors are rounded first.
       sums: how many tensors compute returns whose rows are added up.
-      pow2: scales are powers of two.
     """
 
     compute: Callable | None
     kinds: tuple[str, ...]
     outputs: tuple[Output, ...]
     dtype: str
-    sums: int
-    pow2: bool
+    sums: int = 0
 
     def steps(self) -> list[tuple[int, range]]:
         """Number of its output, and parts of this one, of the tensors that are cast together: they share a scale."""
@@ -172,22 +185,6 @@ class Computation:
             if output.scaling == "block_1x128" and output.row and output.parts > 1 and C % BLOCK:
                 return False  # a block of the row layout would hold columns of two parts
         return True
-
-    def check_tiles(self, tiles: Tiles, C: int) -> None:
-        """
-        Raises:
-          ValueError: a tile does not hold all that shares a scale, or a block of a padded group.
-        """
-        rows = [output for output in self.outputs if output.row]
-        rule = None
-        if self.col and (tiles.rows != BLOCK or tiles.cols > BLOCK):
-            rule = f"rows must be {BLOCK} and cols at most {BLOCK} for a column layout"
-        elif any(output.scaling == "block_1x128" for output in rows) and tiles.cols % BLOCK:
-            rule = f"cols must be a multiple of {BLOCK} for scales of {BLOCK} columns"
-        elif any(output.scaling == "rowwise" for output in rows) and tiles.cols < C:
-            rule = f"cols must be at least {C} for scales of whole rows"
-        if rule:
-            raise ValueError(f"tiles={tiles}: {rule}.")
 
 
 def _elements(computation: Computation) -> int:

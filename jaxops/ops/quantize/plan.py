@@ -3,9 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
-
-import jax
+from typing import Any, Literal
 
 from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.numerics.fp8 import BLOCK
@@ -16,67 +14,6 @@ PASSES = ("cast", "amax")
 LAYOUTS = ("row", "col", "both")
 WHOLE_ROW = 16_384  # columns up to which one program holds a row, finds its scale and casts it
 WHOLE_COLUMN = 1 << 16  # as Tiles.panel: tiles are visited column by column through all rows
-
-
-class Arrays(NamedTuple):
-    """The operands of a call. The tensor that is cast, [G, M, K], is x; or rows of x; or x and `right` side by side.
-
-    Attributes:
-      x: [G, M, K], a stack; G is 1 where there is none. With indices [1, T, K]; with right [G, M, F].
-      offsets: [groups + 1] int32 or None; then G is 1.
-      amax: [G] float32, what a tensorwise scale is made from instead of x; None where it is x's own.
-      words: [2] int32, the key of stochastic rounding; None rounds to nearest.
-      indices: [M] int32, the row of x that each row is; None where they are x's rows in order. With indices there are
-        offsets, and only the column layout is asked for.
-      right: [G, M, K - F], the columns behind those of x; None where x has all.
-    """
-
-    x: jax.Array
-    offsets: jax.Array | None = None
-    amax: jax.Array | None = None
-    words: jax.Array | None = None
-    indices: jax.Array | None = None
-    right: jax.Array | None = None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """[G, M, K] of the tensor that is cast."""
-        G, M, K = self.x.shape
-        if self.right is not None:
-            K += self.right.shape[2]
-        return G, M if self.indices is None else self.indices.shape[0], K
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether an array that a kernel would read elements from has none."""
-        return any(a is not None and 0 in a.shape for a in (self.x, self.indices, self.right))
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """What is static in a call, beside shapes and dtypes.
-
-    Attributes:
-      scaling: one of `jaxops._lib.numerics.fp8.SCALINGS`.
-      fp8: name of the values' dtype.
-      layouts: "row", "col" or "both".
-      pow2: scales are powers of two.
-      measure: give x's largest magnitude, too, beside a tensorwise scale from another.
-    """
-
-    scaling: str
-    fp8: str
-    layouts: Literal["row", "col", "both"] = "row"
-    pow2: bool = False
-    measure: bool = False
-
-    @property
-    def row(self) -> bool:
-        return self.layouts != "col"
-
-    @property
-    def col(self) -> bool:
-        return self.layouts != "row"
 
 
 @dataclasses.dataclass(frozen=True)

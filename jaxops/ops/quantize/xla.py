@@ -1,6 +1,7 @@
 """The portable backend: for each layout XLA fuses a pass for the scales and one for the values. CPU, TPU, and the
 benchmarks' plain-XLA side."""
 
+import functools
 from typing import Any
 
 import jax
@@ -16,11 +17,10 @@ from jaxops._lib.numerics.fp8 import (
     kept,
     magnitudes,
     random_bits,
-    scale_and_factor,
 )
 from jaxops._lib.planning.traced_once import traced_once
 from jaxops._lib.ragged.offsets import group_of_rows, padded_rows, padded_starts
-from jaxops.ops.quantize.plan import Arrays, Spec
+from jaxops.ops.quantize.outputs import Beside, Gathered, Output
 
 _FEW = 1024  # rows; each program of the cast reads as many parts
 
@@ -63,39 +63,50 @@ def _of_elements(scales: jax.Array, scaling: str, shape: tuple[int, ...]) -> jax
     return scales[:, : shape[1], : shape[2]]
 
 
-def _whole(arrays: Arrays) -> jax.Array:
+def _whole(source: Any) -> jax.Array:
     """[G, M, K], the tensor that is cast."""
-    x = arrays.x
-    if arrays.indices is not None:
-        x = x[:, jnp.clip(arrays.indices, 0, x.shape[1] - 1)]
-    return x if arrays.right is None else jnp.concatenate([x, arrays.right], axis=-1)
+    x = source
+    if isinstance(source, Gathered):
+        x = source.x[jnp.clip(source.indices, 0, source.x.shape[0] - 1)]
+    elif isinstance(source, Beside):
+        x = jnp.concatenate(source, axis=-1)
+    return x if x.ndim == 3 else x[None]
 
 
-def tensor_amax(arrays: Arrays) -> jax.Array:
+def tensor_amax(source: Any, offsets: jax.Array | None) -> jax.Array:
     """[G, parts] float32: parts of each tensor's largest magnitude, over the rows in groups if there are offsets.
 
     For the kernels, too: XLA computes it in the pass that makes x, where it has one. Of few rows the parts are those of
     rows, so that it is one pass; of many a second one makes them one.
     """
-    x, offsets = arrays.x, arrays.offsets
-    if arrays.indices is not None:
-        x = x[:, jnp.clip(arrays.indices, 0, x.shape[1] - 1)]
-    if offsets is not None:
-        row = jnp.arange(x.shape[1], dtype=jnp.int32)
-        x = jnp.where(((offsets[0] <= row) & (row < offsets[-1]))[None, :, None], x, 0)
-    axes = 2 if 0 < x.shape[1] <= _FEW else (1, 2)
-    most = lambda x: jnp.max(magnitudes(x), axis=axes, initial=0.0).reshape(x.shape[0], -1)
-    return most(x) if arrays.right is None else jnp.maximum(most(x), most(arrays.right))
+
+    def most(x):
+        if offsets is not None:
+            row = jnp.arange(x.shape[1], dtype=jnp.int32)
+            x = jnp.where(((offsets[0] <= row) & (row < offsets[-1]))[None, :, None], x, 0)
+        axes = 2 if 0 < x.shape[1] <= _FEW else (1, 2)
+        return jnp.max(magnitudes(x), axis=axes, initial=0.0).reshape(x.shape[0], -1)
+
+    beside = source if isinstance(source, Beside) else (source,)  # without a copy of both
+    return functools.reduce(jnp.maximum, (most(_whole(x)) for x in beside))
 
 
-def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
-    """By name, of the layouts asked: values [G, M, K], scales, values_t [G, K, M or padded], scales_t; and amax [G]."""
-    offsets, amax, words = arrays.offsets, arrays.amax, arrays.words
-    x = _whole(arrays)
+def cast_xla(
+    output: Output, source: Any, offsets: jax.Array | None, amax: jax.Array | None, words: jax.Array | None, *,
+    measure: bool,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """By name, of the layouts asked: values [G, M, K], scales, values_t [G, K, M or padded], scales_t; and amax [G].
+
+    Args:
+      amax: [G], for tensorwise scales instead of the source's own.
+      words: [2] int32, the key of stochastic rounding; None rounds to nearest.
+      measure: also the source's own largest magnitudes.
+    """
+    x, form = _whole(source), output.form
     G, M, K = x.shape
     found = {}
-    if spec.scaling == "tensorwise" and (amax is None or spec.measure):
-        measured = jnp.max(tensor_amax(arrays), axis=1)
+    if form.scaling == "tensorwise" and (amax is None or measure):
+        measured = jnp.max(tensor_amax(source, offsets), axis=1)
         found["amax"] = jnp.minimum(measured, AMAX_MAX)
         amax = measured if amax is None else amax
     rows = jnp.arange(G * M, dtype=jnp.int32).reshape(G, M)
@@ -105,22 +116,22 @@ def cast_xla(spec: Spec, arrays: Arrays) -> dict[str, jax.Array]:
         random = None if words is None else random_bits(rows[:, :, None], columns, (words[0], words[1]))
         if transpose:
             x, random = x.mT, None if random is None else random.mT
-        most: Any = amax if spec.scaling == "tensorwise" else _amax(spec.scaling, x)
-        scales, factors = scale_and_factor(most, spec.fp8, spec.pow2)
-        values = infinity_to_nan(x) * _of_elements(factors, spec.scaling, x.shape)
-        cast = cast_saturating(values, spec.fp8) if random is None else cast_stochastic(values, spec.fp8, random)
+        most: Any = amax if form.scaling == "tensorwise" else _amax(form.scaling, x)
+        scales, factors = form.scale_and_factor(most)
+        values = infinity_to_nan(x) * _of_elements(factors, form.scaling, x.shape)
+        cast = cast_saturating(values, form.dtype) if random is None else cast_stochastic(values, form.dtype, random)
         return kept(cast), scales
 
-    if spec.row:
+    if output.row:
         found["values"], found["scales"] = layout(x, rows, transpose=False)
-    if spec.col:
+    if output.col:
         if offsets is not None:
             held = _rows_of_columns(offsets, M)
             empty = jnp.zeros((G, held.shape[0], K), x.dtype)
             x = jnp.where((held >= 0)[None, :, None], x[:, jnp.maximum(held, 0)], 0) if M else empty
             rows = held[None]
         found["values_t"], found["scales_t"] = layout(x, rows, transpose=True)
-    if "scales" not in found and spec.scaling == "tensorwise":
+    if "scales" not in found and form.scaling == "tensorwise":
         found["scales"] = found["scales_t"]
     return found
 

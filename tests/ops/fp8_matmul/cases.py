@@ -16,6 +16,7 @@ from jaxops.ops.fp8_matmul import RECIPES, Format, Plan, Tiles
 from jaxops.ops.fp8_matmul.operand import Operand
 from tests.arrays import put
 from tests.compare import assert_close
+from tests.ops.quantize.cases import Variant, np_rows
 
 # "interpret": the Pallas kernels in the interpreter on the CPU; "gpu": the same, compiled; "triton": the Hopper
 # kernels.
@@ -24,7 +25,6 @@ RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu), pytest.p
 FEW = ["xla", RUNS[-1]]
 DENSE = list(RECIPES)
 GROUPED = [name for name, recipe in RECIPES.items() if not recipe.delayed]
-MOST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 BLOCK = 128
 
 
@@ -58,18 +58,6 @@ def kind_of(run: str, dtype: str) -> dict:
     return {"kind": dtype, "scale": 10}
 
 
-def scale_and_factor(amax: np.ndarray, dtype: str, pow2: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(scale, factor) of jaxops._lib.numerics.fp8, written down a second time."""
-    most = MOST[dtype]
-    m = np.clip(np.asarray(amax, np.float32), np.float32(2.0**-92), np.float32(2.0**128 - 2.0**120))
-    m = ((m.view(np.int32) + 0xFFFF) & ~0xFFFF).view(np.float32)
-    if pow2:
-        scale = np.exp2(np.ceil(np.log2(m.astype(np.float64) / most)))
-        return scale.astype(np.float32), (1 / scale).astype(np.float32)
-    mantissa, exponent = np.frexp(most / m.astype(np.float64))
-    return m * np.float32(1 / most), np.ldexp(np.floor(mantissa * 2**15 + 0.5) / 2**15, exponent).astype(np.float32)
-
-
 def operand_shapes(scaling: str, *shape: int, dtype: str = "float8_e4m3fn") -> Operand:
     """An operand's shapes and dtypes."""
     *stack, rows, K = shape
@@ -84,24 +72,22 @@ def shapes_in(form: Format, *shape: int) -> Operand:
     return operand_shapes(form.scaling, *shape, dtype=form.dtype)
 
 
+def spread(scales: np.ndarray, scaling: str, shape: tuple[int, int]) -> np.ndarray:
+    """float64: the scale of each number of a row layout [R, C]."""
+    row, column = np.indices(shape)
+    place = {
+        "tensorwise": (),
+        "rowwise": (row,),
+        "block_1x128": (column // BLOCK, row),
+        "block_128x128": (row // BLOCK, column // BLOCK),
+    }[scaling]
+    return np.asarray(scales, np.float64)[place]
+
+
 def quantised(x: np.ndarray, scaling: str, dtype: str, *, amax=None, pow2: bool = False) -> np.ndarray:
     """float64: the matrix as its row layout gives it back."""
-    x = np.asarray(x, np.float32)
-    rows, cols = {
-        "tensorwise": x.shape,
-        "rowwise": (1, x.shape[1]),
-        "block_1x128": (1, BLOCK),
-        "block_128x128": (BLOCK, BLOCK),
-    }[scaling]
-    out = np.zeros(x.shape)
-    for i in range(0, x.shape[0], max(rows, 1)):
-        for j in range(0, x.shape[1], max(cols, 1)):
-            block = x[i : i + rows, j : j + cols]
-            largest = np.max(np.abs(np.nan_to_num(block)), initial=0.0) if amax is None else amax
-            scale, factor = scale_and_factor(np.float32(largest), dtype, pow2)
-            cast = np.clip(block * factor, -MOST[dtype], MOST[dtype]).astype(getattr(ml_dtypes, dtype))
-            out[i : i + rows, j : j + cols] = cast.astype(np.float64) * np.float64(scale)
-    return out
+    values, scales = np_rows(np.asarray(x, np.float32), Variant(scaling, "row", dtype, pow2), None, amax)
+    return values.astype(np.float64) * spread(scales, scaling, values.shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,11 +20,7 @@ pytestmark = pytest.mark.versions
 L4 = AbstractDevice(device_kind="NVIDIA L4", num_cores=58, platform="gpu")
 SMALL = Problem(300, 520, 400, "blockwise", "bfloat16")  # nothing but K is whole tiles
 G = 3
-OF_FEW_ROWS = (
-    Tiles("pallas", 1, 8, 4, 1, bk=384),
-    Tiles("pallas", 1, 16, 4, 1, bk=256, split=2),
-    Tiles("pallas", 64, 64, 4, 2, split=2, swap=True),
-)
+OF_FEW_ROWS = Tiles("pallas", 64, 64, 4, 2, split=2, swap=True)
 
 
 def lower(device, fn, *shapes) -> str:
@@ -78,38 +74,23 @@ def test_candidates(device, tiles):
 )
 def test_every_product(ragged, scalings):
     """Few rows need no work list."""
-    for tiles in (Tiles("pallas", 64, 32, 4), *([] if ragged == "contraction" else OF_FEW_ROWS)):
-        if scalings[1] != "block_1x128" or tiles.bm > 1:  # rows by rows of blocks are a contraction's
-            assert kernels(lowered(H200, ragged, scalings, tiles)) == (2 if ragged == "contraction" else 1)
+    for tiles in (Tiles("pallas", 64, 32, 4), *([] if ragged == "contraction" else [OF_FEW_ROWS])):
+        assert kernels(lowered(H200, ragged, scalings, tiles)) == (2 if ragged == "contraction" else 1)
 
 
-@pytest.mark.parametrize("device", [H200, L4], ids=["H200", "L4"])
-def test_a_users_call(device):
+@pytest.mark.parametrize(("device", "grouped"), [(H200, False), (L4, False), (H200, True)], ids=str)
+def test_a_users_call(device, grouped):
     """Three products and, around them, casts: nothing else that touches a whole tensor, no transpose of one."""
-    s = jax.ShapeDtypeStruct
-    M, K, N = SMALL.M, SMALL.K, SMALL.N
+    M, K, N, op = SMALL.M, SMALL.K, SMALL.N, jaxops.fp8_grouped_matmul if grouped else jaxops.fp8_matmul
 
-    def gradients(x, w, dy):
-        y, vjp = jax.vjp(lambda x, w: jaxops.fp8_matmul(x, w, backend="pallas"), x, w)
+    def gradients(x, w, dy, *offsets):
+        y, vjp = jax.vjp(lambda x, w: op(x, w, *offsets, backend="pallas"), x, w)
         return y, vjp(dy)
 
-    text = lower(device, gradients, s((M, K), "bfloat16"), s((K, N), "float32"), s((M, N), "bfloat16"))
-    assert text.count('"fp8_matmul_rows"') == 3
-    assert kernels(text) == 6
-    assert "stablehlo.transpose" not in text
-
-
-def test_a_users_call_over_groups():
-    s = jax.ShapeDtypeStruct
-    M, K, N = SMALL.M, SMALL.K, SMALL.N
-
-    def gradients(x, w, dy, offsets):
-        y, vjp = jax.vjp(lambda x, w: jaxops.fp8_grouped_matmul(x, w, offsets, backend="pallas"), x, w)
-        return y, vjp(dy)
-
-    text = lower(
-        H200, gradients, s((M, K), "bfloat16"), s((G, K, N), "bfloat16"), s((M, N), "bfloat16"), s((G + 1,), "int32")
-    )
-    assert text.count('"fp8_matmul_rows"') == 2
-    assert text.count('"fp8_matmul_contraction"') == 1
+    s, stack = jax.ShapeDtypeStruct, (G,) * grouped
+    shapes = s((M, K), "bfloat16"), s((*stack, K, N), "float32"), s((M, N), "bfloat16")
+    text = lower(device, gradients, *shapes, *[s((G + 1,), "int32")] * grouped)
+    assert text.count('"fp8_matmul_rows"') == 3 - grouped
+    assert text.count('"fp8_matmul_contraction"') == grouped
+    assert grouped or kernels(text) == 6
     assert "stablehlo.transpose" not in text

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.planning.device import Device
-from jaxops.ops.fp8_matmul import Problem, make_plan
 from tests.compare import assert_close
 from tests.ops.fp8_matmul.cases import RUNS, Case, make_case, quantized_w, y_and_dx
 
@@ -76,44 +74,6 @@ def test_rows_are_not_cast():
     kept, cast = (jaxops.fp8_matmul(x, w8, quantize_lhs=each, backend="xla") for each in (False, True))
     np.testing.assert_array_equal(kept, x)
     assert float(jnp.max(jnp.abs(cast - x))) > 0  # 448 / (1 + 1/64) is no power of two
-
-
-H200, L4 = (Device(f"NVIDIA {name}", "gpu") for name in ("H200", "L4"))
-
-
-def test_plans():
-    """Sums are split where programs are too few, and only there; lhs' two bytes a number fit."""
-    of = lambda M, K=2048, N=768, G=0, device=H200: make_plan(
-        Problem(M, K, N, "blockwise", "bfloat16", G, False), device
-    )
-    size = lambda plan: (plan.fwd.bm, plan.fwd.bn, plan.fwd.split)
-    dense = {M: size(of(M)) for M in (0, 1, 8, 9, 16, 17, 32, 64, 128, 300, 4096)}
-    assert dense == {
-        **dict.fromkeys((0, 1, 8), (8, 64, 8)),
-        **dict.fromkeys((9, 16), (16, 64, 8)),
-        **dict.fromkeys((17, 32), (32, 128, 8)),
-        64: (64, 128, 8),
-        128: (128, 64, 8),
-        300: (128, 64, 2),
-        4096: (128, 128, 1),
-    }
-    grouped = {M: size(of(M, G=128)) for M in (8, 512, 513, 1024, 2048, 10**5)}
-    assert grouped == {8: (8, 64, 4), 512: (8, 64, 1), 513: (8, 64, 1), 1024: (16, 128, 1), 2048: (32, 128, 1)} | {
-        10**5: (64, 128, 1)
-    }
-    assert [size(of(8, K, N))[2] for K, N in ((768, 768), (1024, 768), (2048, 5120), (2048, 150_000))] == [1, 4, 8, 1]
-    for device, M, (K, N), G in itertools.product(
-        (H200, L4), (0, 1, 5, 16, 20, 64, 100, 10**4), ((1, 1), (100, 40_000), (40_000, 16)), (0, 1, 8, 128)
-    ):
-        plan = of(M, K, N, G, device)
-        assert plan.fwd.kernel == plan.dgrad.kernel == "pallas"
-        for tiles in (plan.fwd, plan.dgrad):
-            assert tiles.stages * tiles.bk * (2 * tiles.bm + tiles.bn) <= device.shared_bytes
-            assert min(tiles.stages, tiles.warps // 4) >= 1
-            assert not tiles.swap or tiles.bn >= 64
-        assert (plan.wgrad.bk, plan.wgrad.split, plan.wgrad.swap) == (128, 1, False)
-    with pytest.raises(NotImplementedError, match="with quantize_lhs=False use 'pallas'"):
-        make_plan(Problem(1, 2048, 768, "blockwise", "bfloat16", 0, False), H200, backend="triton")
 
 
 OWN = [(1, 1100, 130, None), (9, 1024, 3, None), (20, 130, 1030, None), (130, 1030, 9, None)]

@@ -6,17 +6,15 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.fp8_matmul import RECIPES, Format, Recipe
-from jaxops.ops.quantize import Quantized
+from jaxops.ops.fp8_matmul import RECIPES, Format, Plan, Recipe, Tiles
 from tests.arrays import put
 from tests.compare import assert_close
+from tests.jaxprs import equations
 from tests.ops.fp8_matmul.cases import (
-    BLOCK,
     DENSE,
     FEW,
     GROUPED,
@@ -28,38 +26,98 @@ from tests.ops.fp8_matmul.cases import (
     kind_of,
     make_case,
     options_of,
-    quantised,
     quantized_w,
     reference,
     run_all,
     y_and_dx,
 )
+from tests.window import window
 
 
-def every_recipe(names, interpreted) -> list:
-    """On the CPU the interpreter runs only some: compiling takes long, and test_gemm.py and test_quantize run every
-    kernel.
-    """
+def every_recipe(names, interpreted=()) -> list:
+    """On the CPU the interpreter runs each kind of scales over groups: that is every kernel. Compiling takes long."""
     return [
-        pytest.param(name, run, id=f"{name}-{run}")
-        for name, run in itertools.product(names, ("xla", "interpret"))
-        if (name in interpreted if run == "interpret" else name != "rowwise_with_gw_hp")  # test_dtypes has that one
-    ] + [
-        pytest.param(name, run, marks=pytest.mark.gpu, id=f"{name}-{run}")
-        for name, run in itertools.product(names, ("gpu", "triton"))
+        pytest.param(name, run, id=f"{name}-{run}", marks=pytest.mark.gpu if run in ("gpu", "triton") else ())
+        for name, run in itertools.product(names, ("xla", "interpret", "gpu", "triton"))
+        if run != "interpret" or name in interpreted
     ]
 
 
-@pytest.mark.parametrize(("recipe", "run"), every_recipe(DENSE, ()))
+@pytest.mark.parametrize(("recipe", "run"), every_recipe(DENSE))
 def test_recipes(recipe, run):
     """More than one block of 128 in every dimension, none of them whole."""
     check(make_case(150, 139, 161), recipe, run)
 
 
-@pytest.mark.parametrize(("recipe", "run"), every_recipe(GROUPED, ("blockwise",)))
+KINDS = ("tensorwise", "rowwise", "blockwise")
+
+
+@pytest.mark.parametrize(("recipe", "run"), every_recipe(GROUPED, KINDS))
 def test_groups(recipe, run):
-    """One of several blocks of 128 rows, a short one, an empty one, rows outside at both ends."""
-    check(make_case(191, 139, 45, sizes=[17, 0, 145], before=11), recipe, run)
+    """In one program: a group of several blocks of 128 rows, a short one, an empty one, rows outside at both ends; all
+    rows in one group, none in any; whole blocks; groups of one row."""
+    for sizes, before in (
+        ((17, 0, 145), 11),
+        ((0, 191, 0), 0),
+        ((0, 0, 0), 100),
+        ((128, 63, 0), 0),
+        ((1, 1, 1), 188),
+    ):
+        check(make_case(191, 139, 45, sizes=sizes, before=before), recipe, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_pattern_of_empty_groups(run):
+    """Of the groups of test_groups, which are compiled already."""
+    for i, empty in enumerate(itertools.product([False, True], repeat=3)):
+        sizes = [0 if e else 5 + 70 * g for g, e in enumerate(empty)]
+        check(make_case(191, 139, 45, sizes=sizes, before=2, seed=i), "blockwise", run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_offsets_that_break_the_contract(run):
+    """Below 0, past M, decreasing: any result of the right shape. On a GPU the sanitizer checks the accesses."""
+    case = make_case(191, 139, 45, sizes=(17, 0, 145))
+    for bad in ([-5, 10, 20, 10_000], [0, 130, 10, 191], [2**31 - 1, -(2**31), 0, 7], [191, 0, 191, 0]):
+        offsets = put(np.array(bad, np.int32))
+        y, dx, dw = jax.block_until_ready(run_all(dataclasses.replace(case, offsets=offsets), "blockwise", run))
+        assert (y.shape, dx.shape, dw.shape) == (case.dy.shape, case.x.shape, case.w.shape)
+
+
+@pytest.mark.parametrize("run", ["interpret", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("tiles", "recipe"),
+    [
+        (Tiles("pallas", 8, 64, 4, 2, panel=2, swap=True), "tensorwise"),
+        (Tiles("pallas", 32, 16, 4, 2, split=2), "blockwise"),
+        (Tiles("pallas", 64, 128, 4, 2, split=4, swap=True), "blockwise"),
+        (Tiles("pallas", 64, 128, 4, 2, split=4, swap=True), "rowwise"),
+    ],
+    ids=str,
+)
+def test_tiles_of_few_rows(tiles, recipe, run):
+    """Sums of whole steps and not, and shorter than their parts; dense and over groups with NaN outside."""
+    plan = Plan("pallas", fwd=tiles, dgrad=tiles, wgrad=Tiles("pallas", 16, 16))
+    forward = jax.jit(lambda op, *operands: op(*operands, recipe=recipe, plan=plan), static_argnums=0)
+    for M, K, N, sizes in ((37, 768, 130, None), (1, 200, 3, None), (24, 650, 131, (9, 0, 1, 7))):
+        case = make_case(M, K, N, sizes=sizes, before=3)
+        op = jaxops.fp8_matmul if sizes is None else jaxops.fp8_grouped_matmul
+        got = forward(op, case.x, case.w, *([] if sizes is None else [case.offsets]))
+        assert_close(got, reference(case, recipe)[0], **kind_of(run, "float32"))
+
+
+def test_rows_that_int32_does_not_reach():
+    """Either of the operands gets more rows, so that JAX counts in 64 bits."""
+    case = make_case(75, 128, 60, sizes=(9, 4, 0, 30), before=3)
+    y = jax.jit(
+        lambda x, w, offsets, reached: apply(
+            dataclasses.replace(case, offsets=offsets), x, w, "blockwise", "interpret"
+        ),
+        static_argnums=3,
+    )
+    for reached in (6000, 20_000):
+        with window(reached):
+            assert_close(y(case.x, case.w, case.offsets, reached), reference(case, "blockwise")[0], "float32")
 
 
 @pytest.mark.parametrize("sizes", [None, [17, 0, 145]], ids=["dense", "groups"])
@@ -87,13 +145,6 @@ def test_range(recipe, sizes, run):
             np.testing.assert_array_equal(got, want * np.float32(2.0**power))
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_routings(run):
-    """Other offsets in the same compiled program."""
-    for sizes, before in (((0, 191, 0), 0), ((0, 0, 0), 100), ((1, 1, 1), 188), ((128, 63, 0), 0)):
-        check(make_case(191, 139, 45, sizes=sizes, before=before), "blockwise", run)
-
-
 @pytest.mark.parametrize("run", FEW)
 @pytest.mark.parametrize(
     ("recipe", "dtype", "w_dtype"),
@@ -108,12 +159,12 @@ def test_dtypes(run, recipe, dtype, w_dtype):
     check(make_case(21, 130, 37, dtype=dtype, w_dtype=w_dtype), recipe, run, pow2=dtype == "bfloat16")
 
 
-@pytest.mark.parametrize(("recipe", "run"), every_recipe(DENSE, ("blockwise",)))
+@pytest.mark.parametrize(("recipe", "run"), every_recipe(DENSE))
 def test_an_infinity_stays_not_finite(recipe, run):
     """As in an unquantized product, an infinity makes its row of y (of w: its column) not finite, and no other;
     gradients too.
     """
-    M, K, N = (21, 130, 37) if run == "interpret" else (150, 139, 161)  # of test_recipes: compiled already
+    M, K, N = 150, 139, 161  # of test_recipes: compiled already
     case = make_case(M, K, N)
     x, w, dy = (np.array(value) for value in (case.x, case.w, case.dy))
     x[3, 5], x[4, 129], w[7, 2], dy[6, 8] = np.inf, -np.inf, np.inf, -np.inf
@@ -143,19 +194,8 @@ def test_an_infinity_stays_not_finite(recipe, run):
 @pytest.mark.parametrize("recipe", DENSE)
 def test_large(run, recipe):
     check(make_case(2050, 1040, 1536, dtype="bfloat16"), recipe, run)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("run", ["gpu", "triton"])
-@pytest.mark.parametrize("recipe", GROUPED)
-def test_large_groups(run, recipe):
-    check(make_case(3000, 528, 784, sizes=[1000, 0, 1, 1501, 128, 260], before=60, dtype="bfloat16"), recipe, run)
-
-
-@pytest.mark.parametrize("run", FEW)
-@pytest.mark.parametrize("sizes", [(0, 5, 7), (5, 0, 7), (5, 7, 0)], ids=str)
-def test_size_zero_measured(run, sizes):
-    check(make_case(*sizes), "delayed", run)
+    if recipe in GROUPED:
+        check(make_case(3000, 528, 784, sizes=[1000, 0, 1, 1501, 128, 260], before=60, dtype="bfloat16"), recipe, run)
 
 
 @pytest.mark.parametrize("run", FEW)
@@ -195,11 +235,6 @@ def test_the_cache_is_what_is_multiplied(run):
         assert_close(g, w, **kind_of(run, "float32"), name=name)
 
 
-def check_y_and_dx(case: Case, w8: Quantized, recipe: str, run: str, want) -> None:
-    for name, g, w in zip(("y", "dx"), y_and_dx(case, w8, recipe, run), want, strict=False):
-        assert_close(g, w, **kind_of(run, "float32"), name=name)
-
-
 @pytest.mark.parametrize("run", FEW)
 @pytest.mark.parametrize(
     ("recipe", "layouts", "sizes"),
@@ -214,48 +249,9 @@ def check_y_and_dx(case: Case, w8: Quantized, recipe: str, run: str, want) -> No
 def test_quantized_w(run, recipe, layouts, sizes):
     """y and dx of a weight that came quantised: where its scales are those of its transpose, one layout is enough."""
     case = make_case(21, 130, 37, sizes=sizes)
-    check_y_and_dx(case, quantized_w(case.w, recipe, layouts), recipe, run, reference(case, recipe))
-
-
-@pytest.mark.parametrize("run", FEW)
-@pytest.mark.parametrize("sizes", [None, (9, 0, 12)], ids=["dense", "groups"])
-def test_deepseek_layout(run, sizes):
-    """weight [N, K] and weight_scale_inv as a checkpoint has them, K and N no multiples of 128."""
-    rng = np.random.default_rng(0)
-    K, N = 139, 150
-    stack = () if sizes is None else (len(sizes),)
-    weight = np.clip(rng.normal(size=(*stack, N, K)) * 100, -448, 448).astype(ml_dtypes.float8_e4m3fn)
-    scale_inv = np.exp(rng.normal(size=(*stack, 2, 2)) / 2).astype(np.float32)
-    spread = np.repeat(np.repeat(scale_inv, BLOCK, -2), BLOCK, -1)[..., :N, :K]
-    w = np.swapaxes(weight.astype(np.float64) * spread, -1, -2)
-    case = make_case(21, K, N, sizes=sizes)
-    x, dy = (quantised(np.asarray(v), "block_1x128", "float8_e4m3fn") for v in (case.x, case.dy))
-    groups = [(slice(None), w)] if sizes is None else [(slice(0, 9), w[0]), (slice(9, 21), w[2])]
-    want = (
-        np.concatenate([x[rows] @ one for rows, one in groups]),
-        np.concatenate([dy[rows] @ one.T for rows, one in groups]),
-    )
-    check_y_and_dx(case, Quantized.from_deepseek(put(weight), put(scale_inv)), "blockwise", run, want)
-
-
-@pytest.mark.parametrize("run", FEW)
-def test_adaln_feeds_fp8_matmul(run):
-    rng = np.random.default_rng(0)
-    D, N = 150, 40
-    x, vector, w = (put(rng.normal(size=s), jnp.float32) for s in ((30, D), (1, D), (D, N)))
-
-    @jax.jit
-    def f(x, w):
-        h = jaxops.adaln(x, vector, vector, out_dtype="float8_e4m3fn", backend="xla" if run == "xla" else "pallas")
-        return h, jaxops.fp8_matmul(h, w, **options_of(run))
-
-    h, got = f(x, w)
-    want = np.asarray(jaxops.dequantize(h, "float32")).astype(np.float64) @ quantised(
-        np.asarray(w), "block_128x128", "float8_e4m3fn"
-    )
-    assert_close(got, want, **kind_of(run, got.dtype.name))
-    with pytest.raises(NotImplementedError, match="column layout"):  # which the gradient of w needs
-        jax.eval_shape(jax.grad(lambda w: jnp.sum(f(x, w)[1].astype(jnp.float32))), w)
+    found = y_and_dx(case, quantized_w(case.w, recipe, layouts), recipe, run)
+    for name, got, want in zip(("y", "dx"), found, reference(case, recipe), strict=False):
+        assert_close(got, want, **kind_of(run, "float32"), name=name)
 
 
 @pytest.mark.parametrize("run", FEW)
@@ -273,3 +269,44 @@ def test_quantized_x(run):
 
     for a, b in zip(*f(case.x, case.w, case.dy), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def fp8_casts(function, *args) -> int:
+    """How many arrays of a traced function come from a cast to FP8."""
+    made = equations(jax.make_jaxpr(function)(*args).jaxpr)
+    casts = [equation for equation in made if equation.primitive.name == "convert_element_type"]
+    return sum(equation.outvars[0].aval.dtype.itemsize == 1 for equation in casts)
+
+
+@pytest.mark.parametrize(
+    ("argnums", "recipe", "count"),
+    [
+        (None, "blockwise", 2),
+        (0, "blockwise", 4),
+        (1, "blockwise", 4),
+        ((0, 1), "blockwise", 6),
+        ((0, 1), "blockwise_with_gw_hp", 4),
+    ],
+)
+def test_what_no_gradient_needs_is_not_cast(argnums, recipe, count):
+    """Forward: lhs row, rhs column. dlhs: rhs row, dout row. drhs: lhs column, dout column; none in half precision."""
+    loss = lambda x, w: jnp.sum(jaxops.fp8_matmul(x, w, recipe=recipe, backend="xla"))
+    assert (
+        fp8_casts(loss if argnums is None else jax.grad(loss, argnums), jnp.ones((21, 32)), jnp.ones((32, 48))) == count
+    )
+
+
+def test_residuals():
+    """The residuals are x's column layout and w's row layout: one byte per number, and the scales."""
+    s = jax.ShapeDtypeStruct
+    residuals = lambda x, w: jax.vjp(lambda x, w: jaxops.fp8_matmul(x, w, backend="xla"), x, w)[1]
+    saved = jax.tree.leaves(jax.eval_shape(residuals, s((256, 384), "bfloat16"), s((384, 512), "float32")))
+    assert sorted((str(x.dtype), x.shape) for x in saved) == [
+        ("float32", (2, 384)), ("float32", (3, 4)), ("float8_e4m3fn", (384, 256)), ("float8_e4m3fn", (384, 512))
+    ]  # fmt: skip
+
+
+def test_second_order_is_an_error():
+    loss = lambda x: jnp.sum(jaxops.fp8_matmul(x, jnp.ones((32, 48)), backend="xla") ** 2)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        jax.eval_shape(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x))), jnp.ones((21, 32)))

@@ -1,4 +1,4 @@
-"""Several devices; what the forward keeps, and what the backward recomputes."""
+"""What the forward keeps, and what the backward recomputes. Several devices: tests/nn."""
 
 import dataclasses
 import functools
@@ -6,51 +6,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
-from tests.compare import assert_close
 from tests.ops.moe_mlp.cases import NAMES, SHARD, clean, compiled, make_case, mlp
 
 pytestmark = pytest.mark.versions
 
 CASE = clean(make_case(SHARD))
 ROUTING, OPERANDS = CASE["routing"], (CASE["x"], CASE["routing"].weights, CASE["w_gate"], CASE["w_up"], CASE["w_down"])
-
-
-def loss(run, x, weights, *experts, routing=ROUTING, variant=SHARD):
-    return jnp.sum(jnp.sin(mlp(variant, run, x, *experts, dataclasses.replace(routing, weights=weights))))
-
-
-def assert_all_close(got, want, scale=5.0) -> None:
-    for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        assert_close(g, w, "float32", jax.tree_util.keystr(path), scale=scale)
-
-
-@functools.cache
-def reference_gradients():
-    # Compiled whole: operation by operation, JAX would compile every one of them.
-    return jax.jit(jax.value_and_grad(functools.partial(loss, "reference"), argnums=(0, 1, 2, 3, 4)))(*OPERANDS)
-
-
-def test_shard_map_over_experts():
-    """Each device has all tokens and a slice of the offsets; the devices' results add up to the whole."""
-    if jax.device_count() < 2:
-        pytest.skip("needs several devices")
-    mesh = jax.make_mesh((2,), ("e",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-
-    def shard(x, weights, *experts):
-        mine = jax.lax.dynamic_slice_in_dim(ROUTING.group_offsets, jax.lax.axis_index("e") * 2, 3)
-        return jax.lax.psum(
-            mlp(SHARD, "xla", x, *experts, dataclasses.replace(ROUTING, weights=weights, group_offsets=mine)), "e"
-        )
-
-    specs = (P(), P(), P("e"), P("e"), P("e"))
-    sharded = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=P())
-    got = jax.jit(jax.value_and_grad(lambda *operands: jnp.sum(jnp.sin(sharded(*operands))), argnums=(0, 1, 2, 3, 4)))(
-        *OPERANDS
-    )
-    assert_all_close(got, reference_gradients())
 
 
 @pytest.mark.parametrize(("save", "kept"), [("preactivations", 2), ("nothing", 0)])

@@ -19,7 +19,7 @@ from tests.ops.moe_mlp.cases import NAMES, SHARD, Variant, check_zeros, clean, m
 from tests.ops.permute.cases import TILE
 
 RECIPES = [name for name, recipe in fp8_matmul.RECIPES.items() if not recipe.delayed]
-WIDE = dataclasses.replace(SHARD, T=40, D=136, F=150, N=72, k=2, capacity=14)
+WIDE = dataclasses.replace(SHARD, T=40, D=136, F=150, N=72, k=2, capacity=14, activation="gelu_tanh")
 TILES = fp8_matmul.Tiles("pallas", 16, 16)
 PALLAS = moe_mlp.Plan(
     "pallas", *(2 * [fp8_matmul.Plan("pallas", *(3 * [TILES]))]), permute.Plan("pallas", *(3 * [TILE]))

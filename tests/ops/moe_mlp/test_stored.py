@@ -23,7 +23,6 @@ WEIGHTS = ("w_gate", "w_up", "w_down")
 TILES = fp8_matmul.Tiles("pallas", 16, 16)
 # The gradient is that of fp8_grouped_matmul.
 PRODUCTS = fp8_matmul.Plan("pallas", TILES, *(2 * [fp8_matmul.Tiles("xla")]))
-ONE_ROW = fp8_matmul.Tiles("pallas", 1, 8, 4, 1, bk=256)
 SWAPPED = fp8_matmul.Tiles("pallas", 8, 64, 4, 2, split=2, swap=True)
 ROWS = permute.Plan("pallas", *(3 * [TILE]))
 AROUND = fp8_matmul.Plan("xla")
@@ -31,17 +30,16 @@ PLANS = {
     "xla": Plan("xla"),
     "gathered": Plan("pallas", PRODUCTS, AROUND, ROWS, gather=True),
     "copied": Plan("pallas", PRODUCTS, AROUND, ROWS, gather=False),
-    "one-row": Plan("pallas", dataclasses.replace(PRODUCTS, fwd=ONE_ROW), AROUND, permute.Plan("xla"), gather=True),
     "swapped": Plan("pallas", dataclasses.replace(PRODUCTS, fwd=SWAPPED), AROUND, permute.Plan("xla"), gather=True),
     "own": Plan("pallas"),
     "gpu": Plan("pallas"),
     "gpu-gathered": Plan("pallas", gather=True),
     "gpu-copied": Plan("pallas", gather=False),
 }
-SPLIT = ["one-row", "swapped", "own", pytest.param("gpu", marks=pytest.mark.gpu)]  # sums, or with long steps
+SPLIT = ["swapped", "own", pytest.param("gpu", marks=pytest.mark.gpu)]  # sums
 RUNS = ["xla", "gathered", *SPLIT]
 # Other tiles of the forward's kernel; no gradient is theirs.
-FORWARD_ALONE = ("one-row", "swapped", "copied", "gpu-gathered", "gpu-copied")
+FORWARD_ALONE = ("swapped", "copied", "gpu-gathered", "gpu-copied")
 # Sums and columns of several blocks; neither is a multiple of a tile.
 WIDE = Variant(T=9, D=150, F=140, N=24, k=2, E=4, dtype="bfloat16", activation="gelu_tanh")
 VARIANTS = {

@@ -10,7 +10,6 @@ import pytest
 
 import jaxops
 from jaxops._lib.numerics.activations import ACTIVATIONS
-from jaxops.ops.moe_mlp.xla import weights_of_rows
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.moe_mlp.cases import (
@@ -30,7 +29,6 @@ from tests.ops.moe_mlp.cases import (
     mlp,
     want_of,
 )
-from tests.ops.permute.cases import make_routing
 
 VARIANTS = {
     "shard": SHARD,
@@ -40,30 +38,19 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_variants(run, variant):
+@pytest.mark.parametrize(
+    ("variant", "run"),
+    [
+        *((variant, run) for variant in VARIANTS for run in RUNS[:2]),
+        *(pytest.param(variant, "gpu", marks=pytest.mark.gpu) for variant in VARIANTS),
+        # The forward's kernel for few rows; the backward is that of the other runs. More sizes: tests/ops/grouped_glu.
+        *((variant, "few") for variant in ("shard", "eight")),
+        *(pytest.param(variant, "few-gpu", marks=pytest.mark.gpu) for variant in ("shard", "eight")),
+    ],
+)
+def test_variants(variant, run):
     for seed in range(2):
-        check(make_case(variant, seed), variant, run)
-
-
-@pytest.mark.parametrize("run", FEW)
-@pytest.mark.parametrize("variant", [SHARD, VARIANTS["eight"]], ids=["shard", "eight"])
-def test_few_rows(run, variant):
-    """The forward's kernel; the backward is that of the other runs. More sizes: tests/ops/grouped_glu."""
-    test_variants(run, variant)
-
-
-def test_the_cases_are_what_they_are_for():
-    """Tokens without rows, dropped choices, rows before and after the groups, experts without rows."""
-    routing = make_routing(SHARD)  # pyright: ignore[reportArgumentType]
-    offsets, R = np.asarray(routing.group_offsets), SHARD.T * SHARD.k
-    assert not has_row(routing).any(axis=1).all()
-    assert (np.asarray(routing.row_positions) == R).any()
-    assert offsets[0] > 0
-    assert offsets[-1] < R - (np.asarray(routing.row_positions) == R).sum()
-    for name, empty in (("empty-experts", True), ("shard", False)):
-        assert (np.diff(np.asarray(make_case(VARIANTS[name])["routing"].group_offsets)) == 0).any() == empty
+        check(make_case(VARIANTS[variant], seed), VARIANTS[variant], run)
 
 
 @pytest.mark.parametrize(
@@ -126,17 +113,6 @@ def test_compute_dtype(x_dtype, run):
         np.testing.assert_array_equal(
             np.asarray(got[name]).astype(jnp.bfloat16), np.asarray(narrow[name]), err_msg=name
         )
-
-
-def test_rows_outside_have_no_weight():
-    """Whatever their choices' weights are, and whatever else stands in such rows."""
-    case = make_case(SHARD)
-    routing = dataclasses.replace(
-        case["routing"], weights=jnp.where(has_row(case["routing"]), case["routing"].weights, jnp.nan)
-    )
-    want, kept = np.zeros(SHARD.T * SHARD.k, np.float32), has_row(routing)
-    want[np.asarray(routing.row_positions)[kept]] = np.asarray(routing.weights)[kept]
-    np.testing.assert_array_equal(jax.jit(weights_of_rows)(routing), want)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -253,29 +229,6 @@ def test_pieces(run, w_dtype):
     for name, ours, wanted in zip(names, got, want, strict=True):
         assert ours.dtype == wanted.dtype, name
         assert_close(ours, wanted, "bfloat16" if ours.dtype == jnp.bfloat16 else "float32", name)
-
-
-@pytest.mark.parametrize("run", QUICK)
-def test_with_route(run):
-    """With a capacity: result and all gradients equal those of each token's experts, one by one."""
-    v = dataclasses.replace(SHARD, first=0, last=None)
-    case, logits = clean(make_case(v)), put(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
-    operands = (logits, *(case[name] for name in ("x", "w_gate", "w_up", "w_down")))
-
-    def ours(logits, *operands):
-        return mlp(v, run, *operands, jaxops.route(logits, v.k, capacity=v.capacity))
-
-    def one_by_one(logits, x, w_gate, w_up, w_down):
-        routing = jaxops.route(logits, v.k, capacity=v.capacity)
-        chosen = jnp.sum(jax.nn.one_hot(routing.experts, v.E) * routing.weights[:, :, None], axis=1)
-        with jax.default_matmul_precision("highest"):
-            gate, up = (jnp.einsum("td,edf->tef", x, w) for w in (w_gate, w_up))
-            return jnp.einsum("te,tef,efn->tn", chosen, jax.nn.silu(gate) * up, w_down)
-
-    losses = [lambda *given, f=f: jnp.sum(jnp.sin(f(*given))) for f in (ours, one_by_one)]
-    got, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3, 4)))(*operands) for f in losses)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert_close(g, w, "float32", scale=5)
 
 
 @pytest.mark.gpu

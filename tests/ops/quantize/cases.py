@@ -207,3 +207,10 @@ def check_equal(got, want: dict[str, np.ndarray], v: Variant, offsets=None) -> N
             a, b = (np.asarray(y.astype(np.float32)) for y in (np.asarray(a), b))
             shown = "; ".join(f"{at}: got {a[tuple(at)]!r}, wanted {b[tuple(at)]!r}" for at in where)
             raise AssertionError(f"{v}, {name} of M={M}: {wrong.sum()} of {wrong.size} differ: {shown}")
+
+
+def check_stack(got, x, v: Variant, amax=None) -> None:
+    """As `check_equal`, of each matrix of a stack; amax: a number each."""
+    for i in range(len(x)):
+        one = jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], got)
+        check_equal(one, np_quantize(x[i], v, amax=None if amax is None else np.float32(amax[i])), v)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxops._lib.ragged.offsets import padded_rows
-from jaxops.ops.quantize import Halves, Output, Tiles, quantize_computed
+from jaxops.ops.quantize import Format, Halves, Output, quantize_computed
 from tests.compare import assert_close
 from tests.hopper import lower_for_h200
 from tests.jaxprs import same_program
@@ -39,38 +39,41 @@ class Call:
     single: Output
     C: int = 256
     dtype: str = "bfloat16"
-    pow2: bool = False
-    tiles: Tiles | None = None
 
     def __str__(self):
-        names = [f"{o.scaling}-{o.layouts}{'-plain' * o.plain}-{o.fp8[7:11]}" for o in (self.pair, self.single)]
-        return "-".join([*names, str(self.C), self.dtype, *["pow2"] * self.pow2])
+        outputs = self.pair, self.single
+        names = [f"{o.scaling}-{o.layouts}{'-plain' * o.plain}-{o.form.dtype[7:11]}" for o in outputs]
+        return "-".join([*names, str(self.C), self.dtype])
 
 
-def pair(scaling, layouts="both", fp8=E4M3, plain=False):
-    return Output(scaling, fp8, layouts, 2, plain)
+def pair(scaling, layouts="both", fp8=E4M3, plain=False, pow2=False):
+    return Output(Format(scaling, fp8, pow2), layouts, 2, plain)
+
+
+def single(scaling, layouts="col", fp8=E4M3, **options):
+    return Output(Format(scaling, fp8), layouts, **options)
 
 
 CALLS = [
-    Call(pair("block_1x128"), Output("block_1x128", E4M3, "col")),
-    Call(pair("tensorwise", fp8=E5M2), Output("tensorwise", E4M3, "col"), C=200),
-    Call(pair("block_1x128", fp8=E5M2), Output("tensorwise", E4M3, "both", plain=True), pow2=True, C=128),
-    Call(pair("tensorwise", "row"), Output("block_1x128", E4M3, "row"), C=200, pow2=True),
+    Call(pair("block_1x128"), single("block_1x128")),
+    Call(pair("tensorwise", fp8=E5M2), single("tensorwise"), C=200),
+    Call(pair("block_1x128", fp8=E5M2, pow2=True), single("tensorwise", "both", plain=True), C=128),
+    Call(pair("tensorwise", "row"), single("block_1x128", "row"), C=200),
     Call(pair("rowwise", "row", plain=True), Output(layouts="none", plain=True), C=133, dtype="float16"),
-    Call(pair("block_1x128", "row", plain=True), Output("rowwise", E5M2, "row"), dtype="float32"),
-    Call(pair("tensorwise", "col"), Output("block_1x128", E4M3, "both"), C=1),
+    Call(pair("block_1x128", "row", plain=True), single("rowwise", "row", E5M2), dtype="float32"),
+    Call(pair("tensorwise", "col"), single("block_1x128", "both"), C=1),
 ]
 UNFUSED = [
-    Call(pair("block_1x128", "row"), Output("block_1x128", E4M3, "col"), C=200),
-    Call(pair("rowwise", "col"), Output("rowwise", E4M3, "col"), C=133),
+    Call(pair("block_1x128", "row"), single("block_1x128"), C=200),
+    Call(pair("rowwise", "col"), single("rowwise"), C=133),
 ]
-# A third of what CALLS[0] compiles, with its tiles: two of columns, stored transposed.
+# A third of what CALLS[0] compiles: columns, stored transposed.
 COLUMNS = Call(pair("block_1x128", "col"), Output(layouts="none", plain=True))
 
 
 @functools.cache
 def compiled(run: str, call: Call):
-    how = {"dtype": call.dtype, "sums": 1, "pow2_scales": call.pow2, "backend": backend_of(run), "tiles": call.tiles}
+    how = {"dtype": call.dtype, "sums": 1, "backend": backend_of(run)}
 
     def run_it(a, both, weights, offsets):
         outputs = [call.pair, call.single]
@@ -125,7 +128,7 @@ def check_output(call: Call, output: Output, result, parts, offsets) -> None:
     """The layouts that are asked for and no others; the rows in groups, the columns that groups have."""
     mine = slice(offsets[0], offsets[-1])
     used = sum(-(-int(n) // 128) for n in np.diff(offsets))
-    variant = Variant(output.scaling, "both", output.fp8, pow2=call.pow2, ragged=True)
+    variant = Variant(output.scaling, "both", output.form.dtype, pow2=output.form.pow2, ragged=True)
     want = np_quantize(np.concatenate(parts, axis=1), variant, offsets)
     assert (result.row is not None, len(result.cols)) == (output.row, output.parts * output.col)
     equal = functools.partial(check_bits, call)
@@ -182,19 +185,6 @@ def test_what_spans_tiles_is_written_first(run, call):
     check(call, got, operands, GROUPS["outside"])
 
 
-@pytest.mark.parametrize("run", RUNS[1:3])
-@pytest.mark.parametrize(
-    "tiles",
-    [Tiles(128, 128, 16, 4, 8, panel=8), Tiles(128, 128, 1, 1, 8, panel=2), Tiles(128, 128, 4, 32, 16)],
-    ids=str,
-)
-def test_tiles(run, tiles):
-    call = dataclasses.replace(COLUMNS, tiles=tiles)
-    operands = operands_of(call, offsets=GROUPS["outside"])
-    got = compiled(run, call)(*operands, np.array(GROUPS["outside"], np.int32))
-    check(call, got, operands, GROUPS["outside"])
-
-
 @pytest.mark.parametrize("run", RUNS[:3])
 @pytest.mark.parametrize(("rows", "calls"), [(0, CALLS[:2]), (1, CALLS[3:5]), (129, [COLUMNS])])
 def test_few_rows(run, rows, calls):
@@ -246,29 +236,9 @@ def test_a_call_is_these_kernels(call, kernels, others):
 
 
 def test_errors():
-    x = jnp.ones((4, 128))
-    offsets = jnp.array([0, 4], jnp.int32)
-    double = lambda x: ((2 * x,), ())
+    x, offsets, double = jnp.ones((4, 128)), jnp.array([0, 4], jnp.int32), lambda x: ((2 * x,), ())
+    how = {"group_offsets": offsets, "dtype": "float32", "backend": "pallas"}
     with pytest.raises(ValueError, match=r"one of the operands must be a matrix"):
-        quantize_computed(double, [x[:, 0]], [Output()], group_offsets=offsets, dtype="float32")
-    with pytest.raises(ValueError, match=r"Output.scaling"):
-        quantize_computed(double, [x], [Output("block_128x128")], group_offsets=offsets, dtype="float32")
-    for tiles, layouts, rule in ((Tiles(128, 64), "row", "multiple of 128"), (Tiles(64, 128), "col", "rows must be")):
-        with pytest.raises(ValueError, match=rule):
-            quantize_computed(
-                double, [x], [Output(layouts=layouts)], group_offsets=offsets, dtype="float32", backend="pallas",
-                tiles=tiles,
-            )  # fmt: skip
-    with pytest.raises(ValueError, match=r"cols must be at least 128"):
-        quantize_computed(
-            double, [x], [Output("rowwise")], group_offsets=offsets, dtype="float32", backend="pallas",
-            tiles=Tiles(8, 64),
-        )  # fmt: skip
-    with pytest.raises(TypeError, match=r"Output.fp8"):
-        Output(fp8="float16")
+        quantize_computed(double, [x[:, 0]], [Output()], **how)
     with pytest.raises(NotImplementedError, match=r"no gradient of its own"):
-        jax.grad(
-            lambda x: quantize_computed(
-                double, [x], [Output()], group_offsets=offsets, dtype="float32", backend="pallas"
-            )[0][0].row.scales.sum()
-        )(x)
+        jax.grad(lambda x: quantize_computed(double, [x], [Output()], **how)[0][0].row.scales.sum())(x)

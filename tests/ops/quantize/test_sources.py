@@ -1,27 +1,32 @@
-"""Casts of rows read through indices and of two matrices side by side have the bits of a cast of the copy."""
+"""Casts of ragged rows, of rows read through indices, and of two tensors side by side.
+
+No scale of the column layout spans two groups, and their columns are padded to multiples of 128.
+"""
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxops
 from jaxops._lib.ragged.offsets import padded_rows
-from jaxops.ops.quantize import Plan, Tiles, quantize_beside, quantize_gathered
+from jaxops.ops.quantize import Beside, Format, Gathered, Plan, Tiles, cast
 from tests.arrays import put
 from tests.jaxprs import same_program
 from tests.ops.quantize.cases import (
     E5M2,
     KERNELS,
+    KEY,
     RUNS,
     SCALINGS,
     Variant,
     backend_of,
     bits_of,
     check_equal,
+    check_stack,
     make_x,
     np_quantize,
 )
@@ -35,152 +40,141 @@ OFFSETS = {
     "nothing": [9, 9, 9, 9, 9],
     "whole-blocks": [0, 128, 256, 256, 256],
 }
-RAGGED = SCALINGS[:3]
+BROKEN = ([-9, 50, 90, 120, 400], [250, 100, 299, 0, 300], [2**31 - 1, -(2**31), 7, 300, 5], [0, 300, 0, 300, 0])
 WILD = (-(2**31), -1, -T, T, T + 1, 2**31 - 1)
+RAGGED = [Variant(scaling, "both", ragged=True) for scaling in SCALINGS[:3]]
+RAGGED[2] = dataclasses.replace(RAGGED[2], stochastic=True)
+GATHERED = [Variant(scaling, "col", ragged=True) for scaling in SCALINGS[:3]]
 
 
 @functools.cache
-def gathered(run: str, v: Variant):
-    """A jitted function from x, indices, offsets and perhaps amax to a Quantized."""
-    if backend_of(run) == "xla" and (v.tile or v.amax):
-        return gathered(run, dataclasses.replace(v, tile=None, amax=None))
-    how: dict[str, Any] = {"scaling": v.scaling, "dtype": v.dtype, "pow2_scales": v.pow2}
-    how["plan"] = Plan(backend_of(run), cast=v.tile, amax=v.amax)
-    return jax.jit(lambda x, indices, offsets, amax=None: quantize_gathered(x, indices, offsets, amax=amax, **how))
+def compiled(run: str, v: Variant):
+    """A jitted function from a source, offsets and perhaps amax to a Quantized."""
+    plan = Plan(backend_of(run), cast=v.tile, amax=v.amax) if backend_of(run) == "pallas" else Plan("xla")
+    how = {"plan": plan, "key": KEY if v.stochastic else None}
+    form = Format(v.scaling, v.dtype, v.pow2)  # pyright: ignore[reportArgumentType]
+    return jax.jit(
+        lambda source, offsets=None, amax=None: cast(source, form, v.layouts, group_offsets=offsets, amax=amax, **how)[
+            0
+        ]
+    )
 
 
-@functools.cache
-def beside(run: str, v: Variant):
-    """A jitted function from left, right and perhaps amax to a Quantized."""
-    how: dict[str, Any] = {"scaling": v.scaling, "dtype": v.dtype, "layouts": v.layouts, "pow2_scales": v.pow2}
-    how["plan"] = Plan(backend_of(run), cast=v.tile, amax=v.amax)
-    return jax.jit(lambda left, right, amax=None: quantize_beside(left, right, amax=amax, **how))
-
-
-def col(scaling: str, **change) -> Variant:
-    return Variant(scaling, "col", ragged=True, **change)
-
-
-def some_rows(x: jax.Array, offsets, seed: int = 0, R: int = R, outside=()) -> tuple[jax.Array, np.ndarray]:
-    """x, whose tokens `outside` hold what would show anywhere, and indices: of those tokens for the rows outside all
-    groups, wild ones among the others."""
-    rng, x = np.random.default_rng(seed), np.array(x)
-    T = x.shape[0]
-    inside = np.setdiff1d(np.arange(T), outside)
-    indices = rng.choice(inside, R).astype(np.int32)
+def rows_of(v: Variant, offsets, T: int = T, K: int = K, seed: int = 0):
+    """(a source of R ragged rows, the rows). Rows outside the groups hold NaN, infinities and huge numbers. Gathered
+    rows come from T tokens; some indices are wild, and count as the nearest ones."""
+    rng, R = np.random.default_rng(seed), max(offsets[-1], 1) if globals()["T"] != T else globals()["R"]
+    outside = np.r_[0 : offsets[0], offsets[-1] : R]
+    bad = np.resize(np.array([np.nan, np.inf, 1e30]), len(outside))[:, None]
+    if v.layouts != "col":
+        x = np.array(make_x((R, K), seed=1))
+        x[outside] = bad
+        return put(x), x
+    x = np.array(make_x((T, K), seed=seed))
+    indices = rng.integers(1, max(2, T - 3), R)
     wild = rng.choice(R, min(R, 20), replace=False)
-    indices[wild] = rng.choice(WILD if not set(outside) & {0, T - 1} else inside, len(wild))
-    if len(outside):
-        x[list(outside)] = np.resize([np.nan, np.inf, 1e30], (len(outside), 1))
-        row = np.arange(R)
-        out = (row < offsets[0]) | (row >= offsets[-1])
-        indices[out] = rng.choice(outside, out.sum())
-    return put(x), indices
+    indices[wild] = rng.choice(WILD, len(wild))
+    if T > 20:
+        x[[3, 20]] = np.array([[np.nan], [1e30]])
+        indices[np.isin(indices, (3, 20))] = 5
+        indices[outside] = np.resize(np.array([3, 20]), len(outside))
+    indices = indices.astype(np.int32)
+    return Gathered(put(x), put(indices)), x[np.clip(indices, 0, T - 1)]
 
 
-def check_gathered(run: str, v: Variant, x, indices, offsets, amax=None) -> None:
-    got = gathered(run, v)(x, indices, np.array(offsets, np.int32), None if amax is None else jnp.float32(amax))
-    rows = np.asarray(x)[np.clip(indices, 0, x.shape[0] - 1)]
+def check_rows(run: str, v: Variant, offsets, amax=None, **sizes) -> None:
+    source, rows = rows_of(v, offsets, **sizes)
+    given = None if amax is None else jnp.float32(amax)
+    got = compiled(run, v)(source, put(np.array(offsets, np.int32)), given)
     check_equal(got, np_quantize(rows, v, offsets, amax), v, offsets)
-    assert got.values_t.shape == (x.shape[1], padded_rows(len(indices), len(offsets) - 1))
+    assert got.values_t.shape == (rows.shape[1], padded_rows(len(rows), len(offsets) - 1))
     np.testing.assert_array_equal(got.group_offsets, offsets)
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("scaling", RAGGED)
-def test_gathered(run, scaling):
-    """Rows outside the groups have the tokens with NaN, infinities, huge numbers: they are not read."""
+@pytest.mark.parametrize("v", RAGGED + GATHERED, ids=str)
+def test_groups(run, v):
+    """What rows outside the groups hold affects no column, only their own row's scale."""
     compilations = []
-    for i, offsets in enumerate(OFFSETS.values()):
-        x, indices = some_rows(make_x((T, K), seed=i), offsets, i, outside=(3, 20, 21, 40))
-        check_gathered(run, col(scaling), x, indices, offsets)
-        compilations.append(gathered(run, col(scaling))._cache_size())
-    assert len(set(compilations[1:])) == 1  # new indices and offsets recompile nothing
+    for seed, offsets in enumerate(OFFSETS.values()):
+        check_rows(run, v, offsets, seed=seed)
+        compilations.append(compiled(run, v)._cache_size())
+    assert len(set(compilations[1:])) == 1  # new offsets and indices recompile nothing
 
 
-SHAPES = [((1, 40), [0, 1]), ((5, 1), [0, 0, 2, 7]), ((263, 128), [3, 11, 13]), ((7, 257), [0, 127, 255, 256])]
+@pytest.mark.parametrize("run", RUNS)
+def test_row_layout_is_that_without_groups(run):
+    v, x = Variant(layouts="row", ragged=True), make_x((R, K), seed=1)
+    got = compiled(run, v)(x, jnp.array([3, 50, 299], jnp.int32))
+    check_equal(got, np_quantize(x, v), v)
+    assert got.group_offsets.shape == (3,)
 
 
-# The programs of `test_tiles`. The pass that looks for rowwise magnitudes takes three tiles a row of K columns.
-GATHER_TILE = Tiles(128, 64, 16, 4, 8, 2)
-TILED = {s: col(s, tile=GATHER_TILE, amax=Tiles(16, 64) if s == "rowwise" else None) for s in RAGGED}
-
-
-# One row, one token, fewer rows than tokens, columns of one tile and of two; blocks have no pass of their own for amax.
+# One row, one token, fewer rows than tokens, columns of one tile and of two.
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
-    ("scaling", "shape", "offsets"),
+    ("v", "sizes", "offsets"),
     [
-        *(("block_1x128", *each) for each in SHAPES[::3]),
-        ("tensorwise", *SHAPES[3]),
-        *(("rowwise", *each) for each in SHAPES[1:3]),
+        (GATHERED[2], (1, 40), [0, 1]),
+        (GATHERED[1], (5, 1), [0, 0, 2, 7]),
+        (GATHERED[1], (263, 128), [3, 11, 13]),
+        (GATHERED[0], (7, 257), [0, 127, 255, 256]),
     ],
     ids=str,
 )
-def test_gathered_shapes(run, scaling, shape, offsets):
-    R = offsets[-1] + (shape[0] == 263)
-    indices = np.random.default_rng(5).integers(-1, shape[0] + 1, R).astype(np.int32)
-    check_gathered(run, col(scaling), make_x(shape, seed=3), indices, offsets)
+def test_gathered_sizes(run, v, sizes, offsets):
+    check_rows(run, v, offsets, T=sizes[0], K=sizes[1])
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_gathered_under_a_given_amax(run):
     """Larger numbers saturate, and no pass looks for them."""
-    x, indices = some_rows(make_x((T, K), seed=4), OFFSETS["outside"])
     for amax in (0.5, 1e6):
-        check_gathered(run, col("tensorwise"), x, indices, OFFSETS["outside"], amax)
-
-
-@pytest.mark.parametrize("scaling", RAGGED)
-def test_nothing_gathered(scaling):
-    """No rows, no columns; no rows and no tokens."""
-    for tokens, columns, rows in ((4, 5, 0), (4, 0, 3), (0, 5, 0)):
-        given = np.ones((tokens, columns), np.float32), np.zeros(rows, np.int32), np.array([0, 0, rows], np.int32)
-        assert same_program(*(gathered(run, col(scaling)) for run in ("xla", "interpret")), *given)
-        q = gathered("xla", col(scaling))(*given)
-        assert q.values_t.shape == (columns, padded_rows(rows, 2))
-        assert np.isfinite(np.asarray(q.scales_t)).all()
+        check_rows(run, GATHERED[0], OFFSETS["outside"], amax)
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_broken_offsets_and_wild_indices_stay_in_bounds(run):
+@pytest.mark.parametrize("v", RAGGED[2:] + GATHERED, ids=str)
+def test_broken_offsets_and_wild_indices_stay_in_bounds(run, v):
     """Wrong rows, but no access out of bounds: XLA would give NaN; tests/sanitize.py runs the kernels."""
-    x = put(np.ones((T, K)), jnp.bfloat16)
     indices = np.random.default_rng(0).choice(WILD, R).astype(np.int32)
-    for scaling in RAGGED:
-        for offsets in ([-9, 50, 90, 120, 400], [250, 100, 299, 0, 300], [2**31 - 1, -(2**31), 7, 300, 5]):
-            q = jax.block_until_ready(gathered(run, col(scaling))(x, indices, np.array(offsets, np.int32), None))
-            assert q.values_t.shape == (K, padded_rows(R, G))
-            if scaling != "block_1x128":
-                assert np.isfinite(np.asarray(q.scales_t)).all()
+    ones = put(np.ones((R if v.layouts == "both" else T, K)), jnp.bfloat16)
+    source = ones if v.layouts == "both" else Gathered(ones, put(indices))
+    for offsets in BROKEN:
+        q = jax.block_until_ready(compiled(run, v)(source, put(np.array(offsets, np.int32))))
+        assert q.values_t.shape == (K, padded_rows(R, G))
+        if v.scaling != "block_1x128":
+            assert np.isfinite(np.asarray(q.scales_t)).all()
 
 
-# Tiles that hold columns of one matrix only, and of both; blocks of 128 columns of both; the border at a vector's end,
-# and inside of one; unequal widths.
-WIDTHS = [(128, 128), (136, 136), (133, 133), (40, 200), (256, 1)]
-# Where the border lies is one code for every scaling.
-BESIDE = [
-    ("block_1x128", WIDTHS[0]),
-    ("block_1x128", WIDTHS[3]),
-    ("block_128x128", WIDTHS[1]),
-    ("tensorwise", WIDTHS[4]),
-    ("rowwise", WIDTHS[2]),
-]
+def test_dequantize_takes_the_row_layout():
+    q = compiled("xla", RAGGED[2])(make_x((R, K), seed=1), jnp.array(OFFSETS["unaligned"], jnp.int32))
+    dequantize, row = jax.jit(jaxops.dequantize), dataclasses.replace(q, values_t=None, scales_t=None)
+    expected = dequantize(dataclasses.replace(row, group_offsets=None))
+    np.testing.assert_array_equal(bits_of(dequantize(q)), bits_of(expected))
+    with pytest.raises(NotImplementedError, match=r"the number of rows.*layouts='row' or 'both'"):
+        jaxops.dequantize(dataclasses.replace(q, values=None, scales=None))
+    with pytest.raises(NotImplementedError, match=r"ragged groups has no transpose"):
+        _ = q.T
 
 
-def check_beside(run: str, v: Variant, left, right, amax=None) -> None:
-    got = beside(run, v)(left, right, None if amax is None else jnp.float32(amax))
-    x = np.concatenate([left, right], axis=-1)
-    for i in np.ndindex(x.shape[:-2]):
-        check_equal(jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], got), np_quantize(x[i], v, amax=amax), v)
-    assert (got.values if v.layouts != "col" else got.values_t).ndim == x.ndim
-
-
+# Tiles that hold columns of one tensor only, and of both; blocks of 128 columns of both; the border at a vector's end,
+# and inside of one; unequal widths. Where the border lies is one code for every scaling.
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(("scaling", "widths"), BESIDE, ids=str)
-def test_beside(run, scaling, widths):
+@pytest.mark.parametrize(
+    ("v", "widths"),
+    [
+        (Variant("block_1x128"), (128, 128)),
+        (Variant("block_1x128"), (40, 200)),
+        (Variant("block_128x128"), (136, 136)),
+        (Variant("tensorwise"), (256, 1)),
+        (Variant("rowwise"), (133, 133)),
+    ],
+    ids=str,
+)
+def test_beside(run, v, widths):
     left, right = (make_x((150, width), seed=i) for i, width in enumerate(widths))
-    check_beside(run, Variant(scaling), left, right)
+    check_equal(compiled(run, v)(Beside(left, right)), np_quantize(np.concatenate([left, right], axis=1), v), v)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -196,9 +190,9 @@ def test_beside(run, scaling, widths):
 )
 def test_stacks_beside(run, scaling, layouts, F):
     """Of matrices with other magnitudes: each has its own scales, of both halves together."""
-    sizes = np.array([0.01, 30, 1], np.float32)[:, None, None]
+    sizes, v = np.array([0.01, 30, 1], np.float32)[:, None, None], Variant(scaling, layouts, E5M2, pow2=True)
     left, right = (make_x((3, 37, F), "float32", seed=i) * sizes for i in range(2))
-    check_beside(run, Variant(scaling, layouts, dtype=E5M2, pow2=True), left, right)
+    check_stack(compiled(run, v)(Beside(left, right)), np.concatenate([left, right], axis=-1), v)
 
 
 @pytest.mark.parametrize("run", KERNELS)
@@ -209,52 +203,42 @@ def test_stacks_beside(run, scaling, layouts, F):
         Variant("tensorwise", "row", tile=Tiles(32, 64, warps=2)),
         Variant("rowwise", "both", tile=Tiles(128, 64, 32, 2, 4, 2), amax=Tiles(16, 64)),
         Variant("rowwise", "row", tile=Tiles(8, 128, warps=1)),
+        *(dataclasses.replace(v, tile=Tiles(128, 64, 16, 4, 8, 2), amax=Tiles(16, 64)) for v in GATHERED),
     ],
     ids=lambda v: f"{v}-{v.tile.rows}x{v.tile.cols}",
 )
 def test_tiles(run, v):
-    check_beside(run, v, make_x((150, 101), seed=1), make_x((150, 131), seed=2))
-    if v.layouts == "both" or v.scaling == "tensorwise":
-        x, indices = some_rows(make_x((T, K), seed=3), OFFSETS["outside"])
-        check_gathered(run, TILED[v.scaling], x, indices, OFFSETS["outside"])
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_nothing_beside(scaling):
-    """A side without columns; neither with any; no rows."""
-    some, none = make_x((6, 40), seed=1), np.zeros((6, 0), jnp.bfloat16)
-    nothing = np.zeros((0, 40), jnp.bfloat16)
-    for left, right in ((some, none), (none, some), (none, none), (nothing, nothing)):
-        assert same_program(*(beside(run, Variant(scaling)) for run in ("xla", "interpret")), left, right)
-    for left, right in ((some, none), (none, some)):
-        check_beside("xla", Variant(scaling), left, right)
-    assert beside("xla", Variant(scaling))(none, none).values_t.shape == (0, 6)
-    assert beside("xla", Variant(scaling))(nothing, nothing).values.shape == (0, 80)
+    if v.ragged:
+        check_rows(run, v, OFFSETS["outside"], seed=3)
+        return
+    left, right = make_x((150, 101), seed=1), make_x((150, 131), seed=2)
+    check_equal(compiled(run, v)(Beside(left, right)), np_quantize(np.concatenate([left, right], axis=1), v), v)
 
 
 @pytest.mark.parametrize("run", KERNELS)
 def test_more_than_int32_reaches(run):
     """Columns of values_t counted in int64; a batch one matrix after another."""
-    x, indices = some_rows(make_x((40, 256), seed=4), [3, 20, 33], R=40)
-    left, right = (make_x((2, 30, 140), seed=i) for i in range(2))
-    gather, side = col("block_1x128"), Variant("block_1x128")
-    mapped = jax.jit(jax.vmap(beside(run, side)))
+    beside, v = Beside(*(make_x((2, 30, 140), seed=i) for i in range(2))), Variant("block_1x128")
+    mapped = jax.jit(jax.vmap(compiled(run, v)))
     with window(100_000):
-        check_gathered(run, gather, x, indices, [3, 20, 33])
+        check_rows(run, dataclasses.replace(GATHERED[2], pow2=True), OFFSETS["outside"])
     with window(5000):
-        check_beside(run, side, left, right)
-        found = mapped(left, right)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(beside("xla", side)(left, right)), strict=True):
-        np.testing.assert_array_equal(bits_of(a), bits_of(b))
+        found = mapped(beside)
+    check_stack(found, np.concatenate(beside, axis=-1), v)
 
 
-@pytest.mark.parametrize("call", ["gathered", "beside"])
-def test_no_gradient(call):
-    x, i = jnp.ones((3, 5)), jnp.zeros(4, jnp.int32)
-    cast = {
-        "gathered": lambda x: quantize_gathered(x, i, jnp.array([0, 4], jnp.int32)).scales_t.sum(),
-        "beside": lambda x: quantize_beside(jnp.ones_like(x), x).scales.sum(),
-    }[call]
-    with pytest.raises(NotImplementedError, match=r"no gradient of its own.*stop_gradient"):
-        jax.eval_shape(jax.grad(cast), x)
-    jax.eval_shape(jax.grad(lambda x: cast(jax.lax.stop_gradient(x))), x)
+@pytest.mark.parametrize("v", [GATHERED[0], GATHERED[1], GATHERED[2], *map(Variant, SCALINGS)], ids=str)
+def test_nothing(v):
+    """No rows, no columns, no tokens; a side without columns, and neither with any: by XLA."""
+    if v.ragged:
+        sizes = ((4, 5, 0), (4, 0, 3), (0, 5, 0))
+        empty = [(Gathered(np.ones((T, K), np.float32), np.zeros(R, np.int32)), R) for T, K, R in sizes]
+        sources = [(source, np.array([0, 0, R], np.int32)) for source, R in empty]
+    else:
+        some, none = np.ones((6, 40), np.float32), np.zeros((6, 0), np.float32)
+        pairs = ((some, none), (none, some), (none, none), (some[:0], some[:0]))
+        sources = [(Beside(*pair), None) for pair in pairs]
+    for source, offsets in sources:
+        assert same_program(*(compiled(run, v) for run in ("xla", "interpret")), source, offsets)
+        for name, scales in vars(compiled("xla", v)(source, offsets)).items():
+            assert not name.startswith("scales") or scales is None or np.isfinite(np.asarray(scales)).all()

@@ -162,9 +162,11 @@ def test_scalars_may_be_mixed():
     assert got["t"] == 6
 
 
-def test_of_many_parameters_the_one_is_named():
-    """Each parameter has its own symbol, also the eleventh."""
-    params = {f"p{i:02d}": jnp.zeros((4, 2)) for i in range(13)}
-    tx = optax.chain(optax.adam(0.1), of_tree(lambda grads: grads | {"p11": jnp.cumsum(grads["p11"], 0)}))
-    with pytest.raises(ValueError, match=r"cumsum of params\['p11'\] along"):
-        streamed(tx).apply(params, tx.init(params), params)
+def test_the_shape_with_the_fault_is_named():
+    """Each shape has its own symbol, also the eleventh. Arrays of one shape are cut alike, and may be mixed."""
+    params = {f"p{i:02d}": jnp.zeros((4, 2 + i // 2)) for i in range(25)}
+    mixed = optax.chain(optax.adam(0.1), of_tree(lambda grads: grads | {"p00": grads["p01"], "p01": grads["p00"]}))
+    refused = of_tree(lambda grads: grads | {"p23": jnp.cumsum(grads["p23"], 0)})
+    streamed(mixed).apply(params, mixed.init(params), params)
+    with pytest.raises(ValueError, match=r"cumsum of params\['p22'\] \(or another \[4, 13\]\) along"):
+        streamed(refused).apply(params, refused.init(params), params)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxops._lib.arrays.checks import check_integer, type_name
-from jaxops.offload.rowwise import check_rows
+from jaxops.offload.rowwise import check_update
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _MOST_PIECES = 64  # by default: more pieces would be small copies, for memory that no longer matters
@@ -54,42 +54,63 @@ class Streamed:
 
         Call it outside `jax.jit`.
         """
-        layout = _find_layout(jax.eval_shape(self.tx.init, params), params)
-        arrays, scalars, moments = layout.params.flatten_up_to(params), [], []
-        for k in range(len(arrays)):
-            only = layout.params.unflatten([p if j == k else None for j, p in enumerate(arrays)])
-            scalars, of_each = layout.split(self.tx.init(only))
-            moments.append(jax.block_until_ready(offload_state(of_each[k])))
-        return layout.join(scalars, moments)
+        arrays, tree = jax.tree.flatten(params)
+        leaves: dict[Any, Any] = {}  # of the state, by path: scalars are the same for each parameter
+        for k in range(max(1, len(arrays))):
+            only = tree.unflatten([p if j == k else None for j, p in enumerate(arrays)])
+            state = jax.block_until_ready(offload_state(self.tx.init(only)))
+            leaves |= dict(jax.tree.leaves_with_path(state))
+        whole = jax.eval_shape(self.tx.init, params)
+        return jax.tree.map_with_path(lambda path, _: leaves[path], whole)
 
     def apply(self, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         """A step: the new (params, state), each array in its old memory. Call it inside `jax.jit`, donating both."""
-        layout = _find_layout(state, params)
-        _check_update(self.tx, layout, grads, state, params)
-        scalars, moments = layout.split(state)
-        grads, params = (layout.params.flatten_up_to(x) for x in (grads, params))
-        streamed = [[x for x in jax.tree.leaves(m) if _on_host(x) and _is_stack(x)] for m in moments]
-        pieces = self.pieces or _fewest_bytes([x for of_one in streamed for x in of_one])
-        rows = [max((x.shape[0] // pieces for x in of_one), default=0) for of_one in streamed]  # of a piece
+        check_update(self.tx, params, state, grads)
+        on_host = [x for x in jax.tree.leaves(state) if jnp.ndim(x) and _on_host(x)]
+        pieces = self.pieces or _fewest_bytes(on_host)
+        # An array is streamed with all that has its shape: a parameter, its gradient and its moments.
+        shapes = {x.shape for x in on_host}
+        rows = lambda x: x.shape[0] // pieces if x.shape in shapes else 0  # of a piece
+        piece: Callable[[Any], Span] = lambda i: lambda x: (i * rows(x), rows(x))
+        remainder: Span = lambda x: (pieces * rows(x), x.shape[0] - pieces * rows(x))
 
-        def update(spans, params, fetched):
-            """(params with the rows of spans updated, those rows of the moments, scalars)."""
-            grads_here, params_here = (layout.params.unflatten(_slice_each(x, spans)) for x in (grads, params))
-            updates, after = self.tx.update(grads_here, layout.join(scalars, fetched), params_here)
-            new = jax.tree.map(
-                lambda p, u: (p + u).astype(p.dtype), *map(layout.params.flatten_up_to, (params_here, updates))
-            )
-            after, fetched = layout.split(after)
-            return _write_each(params, new, spans), fetched, after
+        def update(span: Span, arrays: Any, fetched: Any) -> tuple[Any, Any, Any]:
+            """((parameters with the rows of span updated, state), those rows of the state, new values of scalars)."""
+            params, state = arrays
+            params_here, grads_here = (jax.tree.map(functools.partial(_rows, span), x) for x in (params, grads))
+            updates, after = self.tx.update(grads_here, fetched, params_here)
+            new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params_here, updates)
+            return (_write(span, params, new), state), after, (new, after)
 
-        # First the arrays that are not streamed, and the rows left over by the division into pieces.
-        rest = [(n * pieces, p.shape[0] - n * pieces if _is_stack(p) else 1) for p, n in zip(params, rows, strict=True)]
-        moments, fetched = _fetch_each(moments, rest)
-        params, fetched, after = update(rest, params, fetched)
-        moments = _write_each(moments, fetched, rest)
-        if any(rows):
-            params, moments = _stream(update, pieces, rows, params, moments)
-        return layout.params.unflatten(params), layout.join(after, moments)
+        def fetch(span: Span, arrays: Any) -> tuple[Any, Any]:
+            params, state = arrays
+            leaves, tree = jax.tree.flatten(state)
+            pairs = [_fetch(span, x) for x in leaves]
+            return (params, tree.unflatten([x for x, _ in pairs])), tree.unflatten([rows for _, rows in pairs])
+
+        def write(span: Span, arrays: Any, new: Any) -> tuple[Any, Any]:
+            return arrays[0], _write(span, arrays[1], new)
+
+        # First what is not streamed: other arrays, and the rows that the division into pieces leaves over.
+        arrays, fetched = fetch(remainder, (params, state))
+        arrays, done, scalars = update(remainder, arrays, fetched)
+        arrays = write(remainder, arrays, done)
+        if any(rows(x) for x in on_host):
+
+            def step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                """The next piece is fetched while the last one is written back."""
+                arrays, fetched = carry
+                arrays, done, _ = update(piece(i), arrays, fetched)
+                arrays, fetched = fetch(piece(i + 1), arrays)
+                return write(piece(i), arrays, done), fetched
+
+            # The last piece is outside the loop: with a row index that is not linear in the loop's counter, such as a
+            # minimum, XLA copies by a kernel instead of a copy engine.
+            arrays, fetched = lax.fori_loop(0, pieces - 1, step, fetch(piece(0), arrays))
+            arrays, done, _ = update(piece(pieces - 1), arrays, fetched)
+            arrays = write(piece(pieces - 1), arrays, done)
+        # All updates saw the old scalars, such as a count of steps.
+        return jax.tree.map(lambda x, new: x if jnp.ndim(x) else new, arrays, scalars)
 
 
 def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
@@ -136,74 +157,43 @@ def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
     return Streamed(tx, None if pieces is None else check_integer("pieces", pieces, 1))
 
 
-def _stream(update: Callable, pieces: int, rows: list[int], params: list, moments: list) -> tuple[list, list]:
-    """Updates every piece. The next piece is fetched while the last one is written back."""
-    piece = lambda i: [(i * n, n) for n in rows]
-
-    def step(i, carry):
-        params, moments, fetched = carry
-        params, done, _ = update(piece(i), params, fetched)
-        moments, fetched = _fetch_each(moments, piece(i + 1))
-        return params, _write_each(moments, done, piece(i)), fetched
-
-    # The last piece is outside the loop: with a row index that is not linear in the loop's counter, such as a minimum,
-    # XLA copies by a kernel instead of a copy engine.
-    params, moments, fetched = lax.fori_loop(0, pieces - 1, step, (params, *_fetch_each(moments, piece(0))))
-    params, done, _ = update(piece(pieces - 1), params, fetched)
-    return params, _write_each(moments, done, piece(pieces - 1))
+# (first row, number of rows) of an array. Scalars are part of every update. An array with an empty span enters an
+# update with shape [0, ...]: trees, paths and ranks do not change.
+Span = Callable[[Any], tuple[Any, int]]
 
 
-# A span is (first row, number of rows) of one parameter. Scalars and other leaves are part of every update, and written
-# by the update whose span has rows. A parameter with an empty span enters an update with shape [0, ...]: trees, paths
-# and ranks do not change.
-
-
-def _slice(x: jax.Array, span: tuple) -> jax.Array:
-    if not _is_stack(x):
+def _rows(span: Span, x: Any) -> Any:
+    if not jnp.ndim(x):
         return x
-    if not span[1]:
+    if not span(x)[1]:
         return jnp.zeros((0, *x.shape[1:]), x.dtype)
-    return lax.dynamic_slice_in_dim(x, *span, allow_negative_indices=False)
+    return lax.dynamic_slice_in_dim(x, *span(x), allow_negative_indices=False)
 
 
-def _slice_each(of_parameters: list, spans: list) -> list:
-    return [jax.tree.map(functools.partial(_slice, span=s), x) for x, s in zip(of_parameters, spans, strict=True)]
+def _write(span: Span, arrays: Any, new: Any) -> Any:
+    """The arrays with these rows; scalars stay."""
 
-
-def _write_each(of_parameters: list, new: list, spans: list) -> list:
-    def write(x, new, start):
+    def write(x: Any, new: Any) -> Any:
+        if not jnp.ndim(x) or not span(x)[1]:
+            return x
         new = jax.device_put(new, _HOST) if _on_host(x) else new
-        return lax.dynamic_update_slice_in_dim(x, new, start, 0, allow_negative_indices=False) if _is_stack(x) else new
+        return lax.dynamic_update_slice_in_dim(x, new, span(x)[0], 0, allow_negative_indices=False)
 
-    return [
-        jax.tree.map(functools.partial(write, start=start), x, y) if n else x
-        for x, y, (start, n) in zip(of_parameters, new, spans, strict=True)
-    ]
+    return jax.tree.map(write, arrays, new)
 
 
-def _fetch_each(moments: list, spans: list) -> tuple[list, list]:
-    """(moments, their rows on the device)."""
-
-    def fetch(x, span):
-        rows = _slice(x, span)
-        if not (span[1] and _is_stack(x)):
-            return x, rows
-        # Without the barrier between read and write, XLA copies the whole host array in every iteration. One barrier an
-        # array, so that one array's rows are written back while the next array's are fetched.
-        return lax.optimization_barrier((x, jax.device_put(rows, _DEVICE) if _on_host(x) else rows))
-
-    arrays, tree = jax.tree.flatten(moments)
-    span_of = [span for of_one, span in zip(moments, spans, strict=True) for _ in jax.tree.leaves(of_one)]
-    pairs = list(map(fetch, arrays, span_of))
-    return tree.unflatten([x for x, _ in pairs]), tree.unflatten([rows for _, rows in pairs])
+def _fetch(span: Span, x: Any) -> tuple[Any, Any]:
+    """(x, its rows on the device)."""
+    rows = _rows(span, x)
+    if not jnp.ndim(x) or not span(x)[1]:
+        return x, rows
+    # Without the barrier between read and write, XLA copies the whole host array in every iteration. One barrier an
+    # array, so that one array's rows are written back while the next array's are fetched.
+    return lax.optimization_barrier((x, jax.device_put(rows, _DEVICE) if _on_host(x) else rows))
 
 
 def _on_host(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == _HOST
-
-
-def _is_stack(x: Any) -> bool:
-    return len(getattr(x, "shape", ())) > 0
 
 
 def _fewest_bytes(arrays: list[jax.Array]) -> int:
@@ -211,88 +201,3 @@ def _fewest_bytes(arrays: list[jax.Array]) -> int:
     row_bytes = [math.prod(x.shape[1:]) * x.dtype.itemsize for x in arrays]
     held = lambda n: sum((x.shape[0] // n + x.shape[0] % n) * row for x, row in zip(arrays, row_bytes, strict=True))
     return min(range(1, _MOST_PIECES + 1), key=held)
-
-
-def _is_empty(x: Any) -> bool:
-    """A node without children."""
-    structure = jax.tree.structure(x)
-    return structure.num_nodes == 1 and structure.num_leaves == 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """A state as trees with the parameters' structure ("moments") and scalars."""
-
-    params: Any  # the parameters' structure; nodes without arrays (None, optax's MaskedNode) count as leaves
-    state: Any  # the state's structure, with each tree of moments as a leaf
-    is_moment: tuple[bool, ...]  # for each of these leaves
-
-    def split(self, state: Any) -> tuple[list, list]:
-        """(scalars, a tuple of moments for each parameter)."""
-        parts = list(zip(self.state.flatten_up_to(state), self.is_moment, strict=True))
-        trees = [self.params.flatten_up_to(x) for x, is_moment in parts if is_moment]
-        moments = [tuple(tree[k] for tree in trees) for k in range(self.params.num_leaves)]
-        return [x for x, is_moment in parts if not is_moment], moments
-
-    def join(self, scalars: list, moments: list) -> Any:
-        trees = iter([self.params.unflatten([of_one[j] for of_one in moments]) for j in range(sum(self.is_moment))])
-        rest = iter(scalars)
-        return self.state.unflatten([next(trees if is_moment else rest) for is_moment in self.is_moment])
-
-
-def _find_layout(state: Any, params: Any) -> _Layout:
-    arrays, tree = jax.tree.flatten(params, is_leaf=_is_empty)
-
-    def is_moment(x):
-        if jax.tree.structure(x, is_leaf=_is_empty) != tree:
-            return False
-        parts = zip(tree.flatten_up_to(x), arrays, strict=True)
-        return all(leaf.shape == getattr(p, "shape", None) for part, p in parts for leaf in jax.tree.leaves(part))
-
-    for path, x in jax.tree.leaves_with_path(state, is_leaf=is_moment):
-        if not is_moment(x) and (x.shape != () or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
-            raise ValueError(
-                f"state{jax.tree_util.keystr(path)} is {x.dtype}{list(x.shape)}, neither a number nor in a tree with "
-                "the "
-                "parameters' structure and shapes: pass init(params) of the same parameters. A transformation that "
-                "keeps "
-                "other arrays (optax.adafactor, optax.add_noise) is not elementwise."
-            )
-    parts, whole = jax.tree.flatten(state, is_leaf=is_moment)
-    return _Layout(tree, whole, tuple(map(is_moment, parts)))
-
-
-def _check_update(tx: Any, layout: _Layout, grads: Any, state: Any, params: Any) -> None:
-    """tx.update must keep structures, shapes and the state's dtypes, and be elementwise along the first axis."""
-    structure = jax.tree.structure
-    if structure(grads) != structure(params):
-        raise ValueError(
-            f"grads have the structure {structure(grads)}, but params {structure(params)}: pass equal ones."
-        )
-    update = lambda params, state, grads: tx.update(grads, state, params)
-    types = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type), (params, state, grads)
-    )
-    jaxpr, results = jax.make_jaxpr(update, return_shape=True)(*types)
-    for name, old, new in zip(("updates", "state"), types, results, strict=False):
-        if structure(old) != structure(new):
-            raise ValueError(
-                f"tx.update returns {name} of the structure {structure(new)}; it must be {structure(old)}."
-            )
-        for (path, x), y in zip(jax.tree.leaves_with_path(old), jax.tree.leaves(new), strict=True):
-            if x.shape != y.shape or (name == "state" and x.dtype != y.dtype):
-                was, now = (f"{z.dtype}{list(z.shape)}" for z in (x, y))
-                raise ValueError(
-                    f"tx.update makes {name}{jax.tree_util.keystr(path)} {now}; it must be {was}. If only the dtype "
-                    "differs, cast the gradients to the parameters', or call init with the parameters in float32."
-                )
-    check_rows(update, jaxpr, types, _stacks(layout, state, params))
-
-
-def _stacks(layout: _Layout, state: Any, params: Any) -> tuple[Any, Any, Any]:
-    """Trees like (params, state, grads) with the parameter's path for each array with rows, and "" for other leaves."""
-    paths = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(params, is_leaf=_is_empty)]
-    named = lambda path, x: jax.tree.map(lambda leaf: path if _is_stack(leaf) and leaf.shape[0] else "", x)
-    scalars, moments = layout.split(state)
-    of_params = layout.params.unflatten(map(named, paths, layout.params.flatten_up_to(params)))
-    return of_params, layout.join(named("", scalars), list(map(named, paths, moments))), of_params

@@ -122,13 +122,9 @@ def test_optimizers(name):
     assert_same_steps(OPTIMIZERS[name], draw(9), 3, steps=4)
 
 
-@pytest.mark.parametrize("min_bytes", [100, 1 << 20])
-def test_some_on_the_device(min_bytes):
-    assert_same_steps(OPTIMIZERS["adamw"], draw(9), 3, min_bytes)
-
-
-def test_bfloat16():
-    assert_same_steps(OPTIMIZERS["adamw"], draw(9, dtype=jnp.bfloat16), 3)
+@pytest.mark.parametrize(("dtype", "min_bytes"), [("float32", 100), ("float32", 1 << 20), ("bfloat16", 0)])
+def test_some_on_the_device(dtype, min_bytes):
+    assert_same_steps(OPTIMIZERS["adamw"], draw(9, dtype=dtype), 3, min_bytes)
 
 
 def test_bfloat16_parameters_with_a_state_in_float32():
@@ -169,22 +165,6 @@ def test_nnx():
     updates, wanted = jax.jit(plain.update)(grads, wanted, params)
     assert_equal(got, (optax.apply_updates(params, updates), wanted))
     assert isinstance(got[0], nnx.State)
-
-
-def test_clip_outside():
-    clip, adamw = optax.clip_by_global_norm(0.5), OPTIMIZERS["adamw"]
-    params, grads = draw(9), draw(1)
-    chain = optax.chain(clip, adamw)
-    optimizer = streamed(adamw, pieces=3)
-
-    @jax.jit
-    def step(grads, state, params):
-        grads, _ = clip.update(grads, optax.EmptyState())
-        return optimizer.apply(params, state, grads)
-
-    updates, wanted = jax.jit(chain.update)(grads, chain.init(params), params)
-    got = step(grads, offload_state(adamw.init(params), min_bytes=0), params)
-    assert_equal(got, (jax.jit(optax.apply_updates)(params, updates), wanted[1]))
 
 
 def test_init():
@@ -256,7 +236,7 @@ class Doubling(optax.GradientTransformation):
         (Doubling(True), r"makes state\['w'\] float32\[12, 8\]; it must be float32\[6, 8\]"),
         (Doubling(False), r"makes updates\['w'\] float32\[12, 8\]"),
         (optax.add_noise(0.1, 0.1, 0), r"rng_key is key<fry>\[\], neither a number"),
-        (optax.adafactor(0.1, min_dim_size_to_factor=4), "neither a number nor in a tree"),
+        (optax.adafactor(0.1, min_dim_size_to_factor=4), "neither a number nor of the shape of a parameter"),
     ],
     ids=["state", "updates", "noise", "adafactor"],
 )
@@ -277,7 +257,7 @@ def test_errors():
         streamed(adam.update)
     with pytest.raises(ValueError, match="min_bytes is -1; it must be at least 0"):
         offload_state(params, min_bytes=-1)
-    with pytest.raises(ValueError, match=r"\.mu\['v'\] is float32\[6, 4\], neither a number nor in a tree"):
+    with pytest.raises(ValueError, match=r"state has the structure .*'v'.*, but tx.init\(params\)"):
         streamed(adam).apply(params, adam.init(others), params)
     with pytest.raises(ValueError, match=r"\.mu\['w'\] is float32\[5, 4\]"):
         streamed(adam).apply(params, adam.init(draw(0, {"w": (5, 4)})), params)

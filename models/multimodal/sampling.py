@@ -1,7 +1,6 @@
 """What a trained `Multimodal` draws for prompts, and how it captions images."""
 
 import functools
-from collections import deque
 from collections.abc import Sequence
 
 import jax
@@ -9,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.data.images import next_batch, unpatchify
+from models.data.images import in_batches, unpatchify
 from models.dit.model import integrate
-from models.multimodal.interleaved import Batch, Room, Tokens, captioned, illustrated, lay_out, rows_of, sizes_of
+from models.multimodal.interleaved import Batch, Room, Tokens, captioned, illustrated, lay_out, rows_of, size_of
+from models.multimodal.interleaved import in_batches as documents_in_batches
 from models.multimodal.model import Multimodal
 
 Sizes = Sequence[tuple[int, int]]  # height and width in pixels
@@ -46,7 +46,9 @@ def draw(
         for prompt, blank in zip(prompts, blanks, strict=True)
     ]
     drawn: dict[int, np.ndarray] = {}
-    for number, chosen in enumerate(_chosen([sum_of(sizes_of(pair, room)) for pair in both], room)):
+    sizes_of_pairs = [np.sum([size_of(one, room.patch) for one in pair], axis=0).tolist() for pair in both]
+    chosen_pairs = in_batches(range(len(both)), sizes_of_pairs, room.limits, "a pair of (rows, ...)")
+    for number, chosen in enumerate(chosen_pairs):
         batch = lay_out([document for i in chosen for document in both[i]], room)
         guided, free = (np.arange(room.rows, dtype=np.int32) for _ in range(2))
         spans = []
@@ -113,7 +115,7 @@ def caption(
     empty = np.zeros(length, np.int32)
     documents = [captioned(empty, image, tokens) for image in images]
     found: dict[int, list[int]] = {}
-    for number, chosen in enumerate(_chosen(sizes_of(documents, room), room)):
+    for number, chosen in enumerate(documents_in_batches(documents, range(len(documents)), room)):
         batch = lay_out([documents[i] for i in chosen], room)
         ends = batch.sequence_offsets[1 : 1 + room.documents]
         at, own_key = ends - length - 1, jax.random.fold_in(key, number)
@@ -150,14 +152,3 @@ def _written(
 def until(tokens: Tokens, written: list[int]) -> list[int]:
     """Up to the first token that is no text."""
     return written[: next((i for i, token in enumerate(written) if token in tokens), None)]
-
-
-def _chosen(sizes: Sequence[Sequence[int]], room: Room) -> list[list[int]]:
-    waiting, found = deque(range(len(sizes))), []
-    while waiting:
-        found.append(next_batch(waiting, sizes, room.limits))
-    return found
-
-
-def sum_of(sizes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(map(sum, zip(*sizes, strict=True)))

@@ -183,15 +183,15 @@ def lay_out(documents: Sequence[Document], room: Room) -> Batch:
     return batch
 
 
-def in_batches(documents: Sequence[Document], order: Iterable[int], room: Room) -> list[list[int]]:
-    """As of `models.data.images.in_batches`."""
-    sizes = [size_of(document, room.patch) for document in documents]
+def in_batches(together: Sequence[Sequence[Document]], order: Iterable[int], room: Room) -> list[list[int]]:
+    """As of `models.data.images.in_batches`, of documents that share a batch."""
+    sizes = [tuple(map(sum, zip(*(size_of(one, room.patch) for one in some), strict=True))) for some in together]
     return images.in_batches(order, sizes, room.limits, "a document of (rows, predictions, documents, segments)")
 
 
 def every_document_once(documents: Sequence[Document], room: Room) -> list[tuple[list[int], Batch]]:
     """Batches of all documents, each with the documents' numbers in the batch's order."""
-    chosen = in_batches(documents, range(len(documents)), room)
+    chosen = in_batches([[document] for document in documents], range(len(documents)), room)
     return [(some, lay_out([documents[i] for i in some], room)) for some in chosen]
 
 
@@ -210,7 +210,7 @@ def document_batches(
     def packed(epoch: int) -> tuple[Sequence[Document], list[list[int]]]:
         rng = np.random.default_rng((seed, epoch))
         made = documents(rng)
-        return made, in_batches(made, rng.permutation(len(made)).tolist(), room)
+        return made, in_batches([[document] for document in made], rng.permutation(len(made)).tolist(), room)
 
     # An epoch of fewer batches than the first one begins again.
     steps = max(1, (len(packed(0)[1]) - 1) // accumulate)

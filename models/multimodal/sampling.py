@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.data.images import in_batches, unpatchify
+from models.data.images import unpatchify
 from models.dit.model import integrate
-from models.multimodal.interleaved import Batch, Room, Tokens, captioned, illustrated, lay_out, rows_of, size_of
-from models.multimodal.interleaved import in_batches as documents_in_batches
+from models.multimodal.interleaved import Batch, Room, Tokens, captioned, illustrated, in_batches, lay_out, rows_of
 from models.multimodal.model import Multimodal
 
 Sizes = Sequence[tuple[int, int]]  # height and width in pixels
@@ -46,9 +45,7 @@ def draw(
         for prompt, blank in zip(prompts, blanks, strict=True)
     ]
     drawn: dict[int, np.ndarray] = {}
-    sizes_of_pairs = [np.sum([size_of(one, room.patch) for one in pair], axis=0).tolist() for pair in both]
-    chosen_pairs = in_batches(range(len(both)), sizes_of_pairs, room.limits, "a pair of (rows, ...)")
-    for number, chosen in enumerate(chosen_pairs):
+    for number, chosen in enumerate(in_batches(both, range(len(both)), room)):
         batch = lay_out([document for i in chosen for document in both[i]], room)
         guided, free = (np.arange(room.rows, dtype=np.int32) for _ in range(2))
         spans = []
@@ -113,10 +110,10 @@ def caption(
     """
     graphdef, state = nnx.split(model)
     empty = np.zeros(length, np.int32)
-    documents = [captioned(empty, image, tokens) for image in images]
+    documents = [[captioned(empty, image, tokens)] for image in images]
     found: dict[int, list[int]] = {}
-    for number, chosen in enumerate(documents_in_batches(documents, range(len(documents)), room)):
-        batch = lay_out([documents[i] for i in chosen], room)
+    for number, chosen in enumerate(in_batches(documents, range(len(documents)), room)):
+        batch = lay_out([document for i in chosen for document in documents[i]], room)
         ends = batch.sequence_offsets[1 : 1 + room.documents]
         at, own_key = ends - length - 1, jax.random.fold_in(key, number)
         written = np.asarray(_written(graphdef, state, batch, at, own_key, length, temperature))

@@ -189,7 +189,7 @@ def check_fits(preset: MultimodalPreset, material: Material, mesh: Mesh | None) 
     preset.model.check_tensor(tensor)
     room = share_of(material.room, micro_batches(preset.accumulate, mesh), tensor)
     for pixels, captions in (*material.train, *material.heldout):
-        in_batches([captioned(max(captions, key=len), pixels, material.tokens)], [], room)
+        in_batches([[captioned(max(captions, key=len), pixels, material.tokens)]], [], room)
 
 
 def init_state(preset: MultimodalPreset, seed: int) -> tuple[nnx.GraphDef, TrainState]:

@@ -66,7 +66,7 @@ def test_logits_and_gradients_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize("max_bytes", [10**9, 4000], ids=["whole", "shards"])
-@pytest.mark.parametrize("name", ["llama_odd_tied", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama_odd_tied", "mixtral"])
 def test_a_checkpoint_that_is_loaded_and_saved_is_the_same(name, max_bytes, tmp_path):
     architecture, model = hf.load(DATA / name)
     hf.save(tmp_path, architecture, model, max_bytes=max_bytes)

@@ -190,10 +190,6 @@ def test_grids_fit_and_keep_the_ratio(height, width, patch, longest):
         assert rows / (columns + 1) <= height / width <= (rows + 1) / columns
 
 
-def test_a_square_stays_one():
-    assert {fitting_grid(side, side, 4, 64) for side in range(32, 500)} == {(8, 8)}
-
-
 def test_folders_that_cannot_be_used(tmp_path):
     read = lambda: read_data(str(tmp_path), 0, 4, 64)
     with pytest.raises(ValueError, match="'cats' is not one of digits, and no folder"):

@@ -89,7 +89,7 @@ def test_draws_depend_on_key_prompt_and_number_alone(model):
     assert len({tuple(completion.tokens) for completion in same}) == 3
 
 
-@pytest.mark.parametrize("batching", [BATCHINGS[0], BATCHINGS[2]])
+@pytest.mark.parametrize("batching", BATCHINGS[:1])
 def test_a_row_of_nans_spoils_no_other(model, alone, batching):
     """Neither its neighbour nor the next prompt in its slot, whose cache held them."""
     graphdef, state = nnx.split(model)

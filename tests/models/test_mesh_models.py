@@ -17,7 +17,7 @@ import jaxops
 from jaxops.offload import Policy
 from models.data import images, packing
 from models.data.text import split
-from models.decoder import DecoderConfig, Latent
+from models.decoder import DecoderConfig, Experts, Latent
 from models.decoder import loss as decoder_loss
 from models.distributed.mesh import (
     AXES,
@@ -294,6 +294,27 @@ def split_part(name: str, params, mesh) -> tuple[Any, Any]:
     """Of a model's part of this name: its parameters' specifications, and what gathers them inside `jax.shard_map`."""
     specs = jax.tree.map_with_path(lambda path, x: split_of((name, *path), x.shape, mesh), params)
     return specs, functools.partial(gather, splits=Splits.of({name: params}, mesh), within=name)
+
+
+def test_experts_count_all_tokens_once():
+    """Over expert=2,tensor=2, where each device counts the gathered tokens of all."""
+    (alone, params), (sharded, _) = (
+        nnx.split(nnx.eval_shape(lambda of=of: Experts(SPARSE, sharded=of, rngs=nnx.Rngs(0)))) for of in (False, True)
+    )
+    params = drawn_like(params, np.random.default_rng(1), 0.3)
+    x, mesh = put(np.random.default_rng(0).normal(size=(24, SPARSE.width)), jnp.float32), make_mesh("expert=2,tensor=2")
+    specs, whole = split_part("mlp", params, mesh)
+
+    def layer(params, x):
+        y, routed = nnx.merge(sharded, whole(params))(x)
+        return y, jax.tree.map(lambda x: x[None], routed).summed()
+
+    run = jax.shard_map(layer, mesh=mesh, in_specs=(specs, P(AXES)), out_specs=(P(AXES), P()))
+    (got, routed), (want, wanted) = jax.jit(run)(params, x), nnx.merge(alone, params)(x)
+    assert_close(got, want, "float32")
+    np.testing.assert_array_equal(routed.load[0], wanted.load)
+    np.testing.assert_allclose(routed.aux_loss[0], wanted.aux_loss, rtol=1e-6)
+    np.testing.assert_allclose(routed.z_loss[0], wanted.z_loss, rtol=1e-6)
 
 
 def test_modalities_count_all_rows_once():

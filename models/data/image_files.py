@@ -3,13 +3,15 @@
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
+
+from models.data.text_files import below
 
 # By EXIF's orientation; 1 needs none. ImageOps.exif_transpose writes all other tags anew and fails on odd ones.
 TURNS: dict[Any, Image.Transpose] = {
@@ -41,36 +43,23 @@ def check_colour(background: str) -> None:
 def find_images(folder: Path) -> tuple[list[Path], list[Path]]:
     """The files below a folder with a suffix that Pillow reads, and what else is there, both in sorted order.
 
-    Links are followed. Hidden files, and what is in hidden folders, are no images.
+    Links are followed; a folder that is found again is read once. Hidden files, and what is in hidden folders, are no
+    images.
 
     Raises:
-      ValueError: a folder that cannot be listed, a link to nothing, or an image that is no regular file.
+      OSError: a folder that cannot be read.
+      ValueError: a link to nothing, or an image that is no regular file.
     """
     known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     images, others = [], []
-    try:
-        for path in _entries(folder):
-            if path.name.startswith(".") or path.is_dir():
-                others.append(path)
-            elif path.is_file():
-                (images if path.suffix.lower() in known else others).append(path)
-            else:
-                raise ValueError(f"{path} is no file, or a link to nothing: repair it, or remove it.")
-    except OSError as error:
-        raise ValueError(
-            f"{error.filename or folder} cannot be looked at: {error.strerror}. Allow it, or move it elsewhere."
-        ) from error
-    return images, others
-
-
-def _entries(folder: Path, around: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """Files at any depth, and folders that are not entered: hidden ones, and links to a folder around them."""
-    around = (*around, folder)
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or not path.is_dir() or any(path.samefile(outer) for outer in around):
-            yield path
+    for path in below(folder):
+        if path.name.startswith(".") or path.is_dir():
+            others.append(path)
+        elif path.is_file():
+            (images if path.suffix.lower() in known else others).append(path)
         else:
-            yield from _entries(path, around)
+            raise ValueError(f"{path} is no file, or a link to nothing: repair it, or remove it.")
+    return images, others
 
 
 def skipped(others: Sequence[Path], empty: Sequence[str] = ()) -> str:
@@ -78,7 +67,7 @@ def skipped(others: Sequence[Path], empty: Sequence[str] = ()) -> str:
     kinds = Counter(
         "hidden"
         if path.name.startswith(".")
-        else "in loops of links"
+        else "folders found again"
         if path.is_dir()
         else path.suffix.lower() or "without a suffix"
         for path in others

@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 from PIL import Image
 
@@ -19,6 +20,7 @@ from models.data.image_files import fitting_grid as fitting_grid
 from models.data.image_files import read_image as read_image
 
 HELDOUT_EVERY = 10
+AnyBatch = TypeVar("AnyBatch")
 # Images that may be packed before one that no longer fits. With 1, a tenth of the budget is empty; with 32, less than 1
 # %.
 LOOKAHEAD = 32
@@ -123,19 +125,6 @@ def token_counts(images: Images, patch: int) -> list[int]:
     return [image.shape[0] * image.shape[1] // patch**2 for image in images.pixels]
 
 
-def sizes_of(images: Images, patch: int, budget: int) -> list[tuple[int, int]]:
-    """Tokens of each image, and one image, for `next_batch`.
-
-    Raises:
-      ValueError: an image of more than `budget` tokens.
-    """
-    sizes = [(tokens, 1) for tokens in token_counts(images, patch)]
-    for tokens, _ in sizes:
-        if tokens > budget:
-            raise ValueError(f"an image of {tokens} tokens does not fit into a budget of {budget}.")
-    return sizes
-
-
 def next_batch(waiting: deque[int], sizes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[int]:
     """Takes what a batch holds from `waiting`: the first, then each one near the front that fits.
 
@@ -156,16 +145,40 @@ def next_batch(waiting: deque[int], sizes: Sequence[Sequence[int]], limits: Sequ
     return taken
 
 
+def in_batches(
+    order: Iterable[int], sizes: Sequence[Sequence[int]], limits: Sequence[int], what: str
+) -> list[list[int]]:
+    """All numbers of `order` in batches, as of `next_batch`.
+
+    Args:
+      what: names one of them and its measures in the error.
+
+    Raises:
+      ValueError: one that does not fit into a batch.
+    """
+    for size in sizes:
+        if any(have > most for have, most in zip(size, limits, strict=True)):
+            raise ValueError(f"{what} {tuple(size)} does not fit into a batch of {tuple(limits)}.")
+    waiting, found = deque(order), []
+    while waiting:
+        found.append(next_batch(waiting, sizes, limits))
+    return found
+
+
+def stack(batches: Sequence[AnyBatch]) -> AnyBatch:
+    """Batches of equal shapes as one, with a leading axis."""
+    return jax.tree.map(lambda *parts: np.stack(parts), *batches)
+
+
+def _in_batches(images: Images, order: Iterable[int], patch: int, budget: int, count: int) -> list[list[int]]:
+    sizes = [(tokens, 1) for tokens in token_counts(images, patch)]
+    return in_batches(order, sizes, (budget, count), "an image of (tokens, images)")
+
+
 def every_image_once(images: Images, patch: int, budget: int, count: int) -> Iterator[tuple[list[int], Batch]]:
     """Batches of all images, each with the images' numbers in the batch's order."""
-    waiting, sizes = deque(range(len(images.pixels))), sizes_of(images, patch, budget)
-    while waiting:
-        chosen = next_batch(waiting, sizes, (budget, count))
+    for chosen in _in_batches(images, range(len(images.pixels)), patch, budget, count):
         yield chosen, pack(images, chosen, patch, budget, count)
-
-
-def stack(batches: Sequence[Batch]) -> Batch:
-    return Batch(*(np.stack(parts) for parts in zip(*batches, strict=True)))
 
 
 def image_batches(
@@ -176,18 +189,14 @@ def image_batches(
     Every epoch packs all images in its own order; the few after its last full batch wait for the next epoch.
     """
     budget, count = budget // accumulate, count // accumulate
-    sizes = sizes_of(images, patch, budget)
-    number = len(sizes)
+    number = len(images.pixels)
     # Every order has this many batches: none exceeds the budget, nor count images.
-    steps = max(1, max(sum(tokens for tokens, _ in sizes) // budget, number // count) // accumulate)
+    steps = max(1, max(sum(token_counts(images, patch)) // budget, number // count) // accumulate)
 
     @functools.lru_cache(maxsize=2)
     def packed(epoch: int) -> list[list[int]]:
-        waiting = deque(np.random.default_rng((seed, epoch)).permutation(number).tolist())
-        found = []
-        while waiting and len(found) < steps * accumulate:
-            found.append(next_batch(waiting, sizes, (budget, count)))
-        return found
+        order = np.random.default_rng((seed, epoch)).permutation(number).tolist()
+        return _in_batches(images, order, patch, budget, count)[: steps * accumulate]
 
     def batch(step: int) -> Batch:
         epoch, place = divmod(step, steps)
@@ -200,6 +209,11 @@ def image_batches(
         )
 
     return batch
+
+
+def is_heldout(count: int, every: int = HELDOUT_EVERY) -> np.ndarray:
+    """The last one of each `every`, bool [count]."""
+    return np.arange(count) % every == every - 1
 
 
 def _multiple(rng: np.random.Generator, low: int, high: int, step: int) -> int:
@@ -225,7 +239,7 @@ def read_digits(seed: int) -> DataSet:
             pixels.append(np.asarray(resized)[above : above + height, left : left + width, None])
         return Images(pixels, np.repeat(labels, variants).astype(np.int32))
 
-    held = np.arange(len(labels)) % HELDOUT_EVERY == HELDOUT_EVERY - 1
+    held = is_heldout(len(labels))
     return DataSet(
         of_many_sizes(originals[~held], labels[~held], 12),
         of_many_sizes(originals[held], labels[held], 1),
@@ -281,9 +295,7 @@ def read_folder(folder: Path, patch: int, longest: int, background: str) -> Data
     subfolders = [path for path in sorted(folder.iterdir()) if path.is_dir() and path not in others]
     remark = skipped(others, [path.name for path in subfolders if path.name not in classes])
     classes = classes or {folder.resolve().name: alone}
-    held = np.array(
-        [i % HELDOUT_EVERY == HELDOUT_EVERY - 1 for found in classes.values() for i in range(len(found))], bool
-    )
+    held = np.concatenate([np.empty(0, bool), *(is_heldout(len(found)) for found in classes.values())])
     if not held.any():
         raise ValueError(
             f"{folder} has {len(files)} images; of {HELDOUT_EVERY} in a class, one can be held out. {remark}".strip()

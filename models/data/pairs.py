@@ -9,7 +9,7 @@ import numpy as np
 
 from models.data.digits_in_words import captions_of
 from models.data.image_files import find_images, read_images, skipped
-from models.data.images import HELDOUT_EVERY
+from models.data.images import HELDOUT_EVERY, is_heldout
 from models.data.text_files import check_text, is_json_lines, json_lines, read_utf8
 
 
@@ -38,11 +38,6 @@ class PairData:
     channels: int
     labels: tuple[np.ndarray, np.ndarray] | None = None
     remark: str = ""
-
-
-def is_heldout(count: int, every: int = HELDOUT_EVERY) -> np.ndarray:
-    """The last one of each `every`, bool [count]."""
-    return np.arange(count) % every == every - 1
 
 
 def read_digits() -> PairData:

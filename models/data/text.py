@@ -95,27 +95,23 @@ class Tokenized(NamedTuple):
     remark: str
 
 
-def tokenize(texts: Sequence[bytes], tokenizer: Tokenizer) -> Documents:
+def tokenize(
+    texts: Sequence[bytes | Conversation], tokenizer: Tokenizer, template: ChatTemplate | None = None, context: int = 0
+) -> Tokenized:
     """Each nonempty text as a document, followed by the tokenizer's `end` if it has one.
 
-    Raises:
-      ValueError: a text that is not UTF-8, for a tokenizer that needs it.
-    """
-    return _joined(_ended(tokenizer.encode_all([text for text in texts if text]), tokenizer), tokenizer)
-
-
-def tokenize_all(
-    texts: Sequence[bytes | Conversation], tokenizer: Tokenizer, template: ChatTemplate, context: int
-) -> Tokenized:
-    """Texts as of `tokenize`, and conversations as the template writes them, the assistant's words scored.
+    With a template, conversations are as it writes them, and only the assistant's words are scored.
 
     Args:
       context: predictions of a document: a conversation with more is cut, and left out if none is scored before.
 
     Raises:
-      ValueError: as of `tokenize`; of the template, with the conversation's source.
+      ValueError: a text that is not UTF-8, for a tokenizer that needs it; of the template, with the conversation's
+        source.
     """
     plain = iter(_ended(tokenizer.encode_all([text for text in texts if isinstance(text, bytes) and text]), tokenizer))
+    if template is None:
+        return Tokenized(_joined(list(plain), tokenizer), "")
     kept, cut, left_out = list[Marked](), 0, 0
     for text in texts:
         if not isinstance(text, Conversation):

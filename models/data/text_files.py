@@ -41,7 +41,8 @@ def text_files(paths: Sequence[str | Path]) -> list[Path]:
                     raise FileNotFoundError(f"{path} does not exist.")
                 files.append(path)
                 continue
-            inside = [file for file in _below(path) if file.suffix.lower() in TEXT_SUFFIXES]
+            found = [file for file in below(path) if not (file.name.startswith(".") or file.is_dir())]
+            inside = [file for file in found if file.suffix.lower() in TEXT_SUFFIXES]
         if not inside:
             raise FileNotFoundError(
                 f"{path} holds no file of {', '.join(TEXT_SUFFIXES)}; a file of another kind must be named itself."
@@ -62,19 +63,29 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """What is no folder, and not hidden."""
-    seen = set[tuple[int, int]]()
+def below(folder: Path) -> Iterator[Path]:
+    """Files at any depth, and folders that are not entered: hidden ones, and those that were entered before, as by a
+    link. Sorted in each folder.
 
-    def fail(error: OSError) -> None:
-        raise error
+    Raises:
+      OSError: a folder that cannot be read.
+    """
+    entered = set[tuple[int, int]]()
 
-    for inside, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        found = Path(inside).stat()
-        is_new = (found.st_dev, found.st_ino) not in seen
-        seen.add((found.st_dev, found.st_ino))
-        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
-        yield from (Path(inside, name) for name in names if is_new and not name.startswith("."))
+    def identity(folder: Path) -> tuple[int, int]:
+        found = folder.stat()
+        return found.st_dev, found.st_ino
+
+    def inside(folder: Path) -> Iterator[Path]:
+        entered.add(identity(folder))
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith(".") or not path.is_dir() or identity(path) in entered:
+                yield path
+            else:
+                yield from inside(path)
+
+    with _reading(folder):
+        yield from inside(folder)
 
 
 def read_bytes(file: Path) -> bytes:

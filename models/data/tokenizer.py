@@ -8,13 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
-from models.hf.config import end_token, read_json
+from models.hf.config import MOST_TOKENS, end_token, ends_in
 
 TOGETHER = 1_000  # texts that are encoded at once: what the library keeps of each token is much more than its number
 # Names of the token that ends a text.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the name of a token that is a byte, in tokenizers made by SentencePiece
-MOST = 2**31  # tokens are int32
 
 
 class Tokenizer(Protocol):
@@ -91,9 +90,9 @@ class HuggingFace:
         if isinstance(self.tokenizer.model, tokenizers.models.BPE):
             self.tokenizer.model.dropout = None
         tokens = self.tokenizer.get_vocab().values()
-        if not tokens or max(tokens) >= MOST:
+        if not tokens or max(tokens) >= MOST_TOKENS:
             raise ValueError(
-                f"{file} has {len(tokens):,} tokens up to {max(tokens, default=0):,}; it needs one to {MOST:,}."
+                f"{file} has {len(tokens):,} tokens up to {max(tokens, default=0):,}; it needs one to {MOST_TOKENS:,}."
             )
         self.vocab = 1 + max(tokens)
         decoder = self.tokenizer.decoder
@@ -184,11 +183,5 @@ def end_tokens(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """
     if isinstance(tokenizer, Bytes):
         return ()
-    for file in (folder / "generation_config.json", folder / "config.json"):
-        given = read_json(file).get("eos_token_id") if file.exists() else None
-        found = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < MOST for token in found):
-            raise ValueError(f"{file}: eos_token_id is {given!r}; it must be a token's number, or a list of them.")
-        if found:
-            return tuple(found)
-    return () if tokenizer.end is None else (tokenizer.end,)
+    found = ends_in(folder / "generation_config.json") or ends_in(folder / "config.json")
+    return found or (() if tokenizer.end is None else (tokenizer.end,))

@@ -9,16 +9,15 @@ from typing import Annotated, Any
 
 import jax
 import typer
-from flax import nnx
 
 from models import hf
 from models.data.chat import ChatTemplate, conversation, template_of
 from models.data.text_files import check_text, is_json_lines, json_lines, lines_of
 from models.data.tokenizer import Tokenizer, end_tokens, tokenizer_of
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import Decoder
 from models.generate.inference import for_inference
 from models.generate.sampling import Sampling
-from models.generate.slots import Batching, Completion, cache_length, check_prompts, completions
+from models.generate.slots import Batching, Completion, check_prompts, completions
 from models.generate.streaming import TextStream
 from models.hf.config import read_config
 from models.precision import DTYPES
@@ -142,21 +141,16 @@ def sampling_of(options: GenerateOptions) -> Sampling:
     return Sampling(options.temperature, options.top_k, options.top_p)
 
 
-def check_length(prompts: Sequence[Sequence[int]], options: GenerateOptions, config: DecoderConfig) -> None:
+def check_length(prompts: Sequence[Sequence[int]], options: GenerateOptions) -> None:
     """
     Raises:
       ValueError: rows of more than `limit` tokens.
     """
     longest = max(map(len, prompts), default=0)
     if longest + options.length > options.limit:
-        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-        length = cache_length(prompts, options.length)
-        cache = jax.eval_shape(lambda: model.empty_cache(min(options.slots, len(prompts)), length))
-        gigabytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) / 1e9
         raise ValueError(
             f"the longest prompt has {longest:,} tokens and --length is {options.length:,}: more than the limit of "
-            f"{options.limit:,} together. Shorten it, or pass --limit {longest + options.length}: keys and values "
-            f"would take {gigabytes:,.1f} GB."
+            f"{options.limit:,} together. Shorten it, or pass --limit {longest + options.length}."
         )
 
 
@@ -214,14 +208,12 @@ def converse(writer: Writer, template: ChatTemplate) -> None:
     while (line := _next_line()) is not None:
         messages.append({"role": "user", "content": line})
         prompt = prompt_of(messages, writer.tokenizer, template)
-        check_length([prompt.tokens], writer.options, writer.model.config)
+        check_length([prompt.tokens], writer.options)
         ((text, _),) = writer.write([prompt])
         messages.append({"role": "assistant", "content": text})
 
 
 def _next_line() -> str | None:
-    if sys.stdin is None:  # it was closed
-        return None
     try:
         return check_text(input("> " if sys.stdin.isatty() else ""), "the line")
     except EOFError:
@@ -244,7 +236,7 @@ def run(options: GenerateOptions) -> None:
         prompts = read_prompts(options, tokenizer, template)
         if not prompts and template is None:
             raise ValueError("there is no prompt: write one, or pass --prompts FILE, or --chat for a conversation.")
-        check_length([prompt.tokens for prompt in prompts], options, config)
+        check_length([prompt.tokens for prompt in prompts], options)
         check_prompts([prompt.tokens for prompt in prompts], config.vocab)
         _, model = hf.load(options.folder, ignore_config=ignored, dtype=options.dtype, param_dtype=options.dtype)
         model = for_inference(model, consume=True)

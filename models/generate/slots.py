@@ -116,8 +116,8 @@ def _prefill(fixed: Fixed, params: nnx.State, rows: Rows, pieces: jax.Array, whe
 
     Args:
       where: [R, 6] int32, of each: its row's slot, its prompt's number, the position of its first token, its tokens
-        without padding, the prompt's tokens, and how many are to be drawn after it; 0 if it is not the prompt's last
-        piece. A slot that does not exist stands for no piece.
+        without padding, the prompt's tokens, and how many are to be drawn after it. A slot that does not exist stands
+        for no piece.
       key: of all draws.
     """
     slots, numbers, at, count, whole, length = where.T
@@ -216,7 +216,7 @@ def prefills(
                     number, tokens = prompts[slot]
                     at, count, _ = cut[slot][turn]
                     given[row, :count] = tokens[at : at + count]
-                    where[row] = slot, number, at, count, len(tokens), length * (at + count == len(tokens))
+                    where[row] = slot, number, at, count, len(tokens), length
                 yield given, where
 
 

@@ -17,6 +17,7 @@ from models.hf.rope import Rope
 from models.hf.unread import MEANINGLESS, MEANINGLESS_OF_ROPE, READ_FOR_ALL, says_nothing
 
 NAME = "config.json"
+MOST_TOKENS = 2**31  # tokens are int32
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers reads any of them
 
 
@@ -301,17 +302,19 @@ def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig,
     (folder / NAME).write_text(json.dumps(found, indent=2) + "\n", "utf-8")
 
 
-def end_token(folder: pathlib.Path) -> int | None:
-    """The first token that ends a text, as config.json says, else generation_config.json.
+def ends_in(file: pathlib.Path) -> tuple[int, ...]:
+    """The tokens that end a text, as eos_token_id of a config.json or generation_config.json says; of no file none.
 
     Raises:
-      ValueError: no JSON object, or no token.
+      ValueError: no JSON object, or no tokens.
     """
-    for file in (folder / NAME, folder / "generation_config.json"):
-        given = read_json(file).get("eos_token_id") if file.name == NAME or file.exists() else None
-        for token in given if isinstance(given, list) else [given]:
-            if token is not None and (not isinstance(token, int) or isinstance(token, bool) or token < 0):
-                raise ValueError(f"{file}: eos_token_id is {given!r}; it must be a token's number, or a list of them.")
-            if token is not None:
-                return token
-    return None
+    given = read_json(file).get("eos_token_id") if file.exists() else None
+    found = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token) is int and 0 <= token < MOST_TOKENS for token in found):
+        raise ValueError(f"{file}: eos_token_id is {given!r}; it must be a token's number, or a list of them.")
+    return tuple(found)
+
+
+def end_token(folder: pathlib.Path) -> int | None:
+    """The first token that ends a text, as config.json says, else generation_config.json."""
+    return next(iter(ends_in(folder / NAME) or ends_in(folder / "generation_config.json")), None)

@@ -76,17 +76,8 @@ def to_fp8(matrix: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarr
     # A value of the largest magnitude is rounded when it is read and divided again.
     fits = most <= scales * np.float32(FP8_MAX * (1 + 1e-6))
     scales = np.where(fits, scales, most / np.float32(FP8_MAX)).astype(np.float32)
-    scaled = (
-        matrix
-        / np.where(scales == 0, 1, _nonzero(scales))
-        .repeat(BLOCK, 0)
-        .repeat(BLOCK, 1)[: matrix.shape[0], : matrix.shape[1]]
-    )
+    scaled = matrix / _spread(np.where(scales == 0, np.float32(1), scales), matrix.shape)
     return np.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8), scales
-
-
-def _nonzero(scales: np.ndarray) -> np.ndarray:
-    return np.where(scales == 0, np.float32(1), scales)
 
 
 def from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

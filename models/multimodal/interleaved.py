@@ -3,13 +3,13 @@
 import functools
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.data.images import next_batch, patchify
+from models.data import images
+from models.data.images import patchify
 
 SEGMENTS_PER_DOCUMENT = 3  # text, image, text
 
@@ -183,32 +183,16 @@ def lay_out(documents: Sequence[Document], room: Room) -> Batch:
     return batch
 
 
-def stack(batches: Sequence[Batch]) -> Batch:
-    return Batch(*(np.stack(parts) for parts in zip(*batches, strict=True)))
+def in_batches(together: Sequence[Sequence[Document]], order: Iterable[int], room: Room) -> list[list[int]]:
+    """As of `models.data.images.in_batches`, of documents that share a batch."""
+    sizes = [tuple(map(sum, zip(*(size_of(one, room.patch) for one in some), strict=True))) for some in together]
+    return images.in_batches(order, sizes, room.limits, "a document of (rows, predictions, documents, segments)")
 
 
 def every_document_once(documents: Sequence[Document], room: Room) -> list[tuple[list[int], Batch]]:
     """Batches of all documents, each with the documents' numbers in the batch's order."""
-    waiting, sizes, found = deque(range(len(documents))), sizes_of(documents, room), []
-    while waiting:
-        chosen = next_batch(waiting, sizes, room.limits)
-        found.append((chosen, lay_out([documents[i] for i in chosen], room)))
-    return found
-
-
-def sizes_of(documents: Sequence[Document], room: Room) -> list[tuple[int, ...]]:
-    """
-    Raises:
-      ValueError: one of them does not fit into a batch.
-    """
-    sizes = [size_of(document, room.patch) for document in documents]
-    for size in sizes:
-        if any(have > most for have, most in zip(size, room.limits, strict=True)):
-            raise ValueError(
-                f"a document of (rows, predictions, documents, segments) {size} does not fit into a batch of "
-                f"{room.limits}."
-            )
-    return sizes
+    chosen = in_batches([[document] for document in documents], range(len(documents)), room)
+    return [(some, lay_out([documents[i] for i in some], room)) for some in chosen]
 
 
 def document_batches(
@@ -226,10 +210,7 @@ def document_batches(
     def packed(epoch: int) -> tuple[Sequence[Document], list[list[int]]]:
         rng = np.random.default_rng((seed, epoch))
         made = documents(rng)
-        waiting, sizes, found = deque(rng.permutation(len(made)).tolist()), sizes_of(made, room), []
-        while waiting:
-            found.append(next_batch(waiting, sizes, room.limits))
-        return made, found
+        return made, in_batches([[document] for document in made], rng.permutation(len(made)).tolist(), room)
 
     # An epoch of fewer batches than the first one begins again.
     steps = max(1, (len(packed(0)[1]) - 1) // accumulate)
@@ -238,6 +219,6 @@ def document_batches(
         epoch, place = divmod(step, steps)
         made, chosen = packed(epoch)
         numbers = [(place * accumulate + micro) % len(chosen) for micro in range(accumulate)]
-        return stack([lay_out([made[i] for i in chosen[number]], room) for number in numbers])
+        return images.stack([lay_out([made[i] for i in chosen[number]], room) for number in numbers])
 
     return batch

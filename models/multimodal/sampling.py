@@ -1,7 +1,6 @@
 """What a trained `Multimodal` draws for prompts, and how it captions images."""
 
 import functools
-from collections import deque
 from collections.abc import Sequence
 
 import jax
@@ -9,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.data.images import next_batch, unpatchify
+from models.data.images import unpatchify
 from models.dit.model import integrate
-from models.multimodal.interleaved import Batch, Room, Tokens, captioned, illustrated, lay_out, rows_of, sizes_of
+from models.multimodal.interleaved import Batch, Room, Tokens, captioned, illustrated, in_batches, lay_out, rows_of
 from models.multimodal.model import Multimodal
 
 Sizes = Sequence[tuple[int, int]]  # height and width in pixels
@@ -46,7 +45,7 @@ def draw(
         for prompt, blank in zip(prompts, blanks, strict=True)
     ]
     drawn: dict[int, np.ndarray] = {}
-    for number, chosen in enumerate(_chosen([sum_of(sizes_of(pair, room)) for pair in both], room)):
+    for number, chosen in enumerate(in_batches(both, range(len(both)), room)):
         batch = lay_out([document for i in chosen for document in both[i]], room)
         guided, free = (np.arange(room.rows, dtype=np.int32) for _ in range(2))
         spans = []
@@ -111,10 +110,10 @@ def caption(
     """
     graphdef, state = nnx.split(model)
     empty = np.zeros(length, np.int32)
-    documents = [captioned(empty, image, tokens) for image in images]
+    documents = [[captioned(empty, image, tokens)] for image in images]
     found: dict[int, list[int]] = {}
-    for number, chosen in enumerate(_chosen(sizes_of(documents, room), room)):
-        batch = lay_out([documents[i] for i in chosen], room)
+    for number, chosen in enumerate(in_batches(documents, range(len(documents)), room)):
+        batch = lay_out([document for i in chosen for document in documents[i]], room)
         ends = batch.sequence_offsets[1 : 1 + room.documents]
         at, own_key = ends - length - 1, jax.random.fold_in(key, number)
         written = np.asarray(_written(graphdef, state, batch, at, own_key, length, temperature))
@@ -150,14 +149,3 @@ def _written(
 def until(tokens: Tokens, written: list[int]) -> list[int]:
     """Up to the first token that is no text."""
     return written[: next((i for i, token in enumerate(written) if token in tokens), None)]
-
-
-def _chosen(sizes: Sequence[Sequence[int]], room: Room) -> list[list[int]]:
-    waiting, found = deque(range(len(sizes))), []
-    while waiting:
-        found.append(next_batch(waiting, sizes, room.limits))
-    return found
-
-
-def sum_of(sizes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(map(sum, zip(*sizes, strict=True)))

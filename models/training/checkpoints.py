@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 import typer
 from etils import epath
@@ -54,22 +53,17 @@ class Checkpoints:
         self.folder, self._keep, self._keep_best = folder.resolve(), keep, keep_best
         self._newest: int | None = None
         self._handler = ocp.StandardCheckpointHandler()
-        self._being_written: tuple[str, dict[str, str]] = ("", {})
-        look = lambda: self._look(f"{self._being_written[0]}{UNFINISHED}")
-        self._writer = ocp.AsyncCheckpointer(
-            self._handler, async_options=ocp.options.AsyncOptions(post_finalization_callback=look)
-        )
-        self._path = epath.Path(self.folder)  # for the libraries
+        self._writer = ocp.AsyncCheckpointer(self._handler)
         with self._must_hold():
             if is_first():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for unfinished in self.folder.glob(f"*{UNFINISHED}*"):
                     shutil.rmtree(unfinished)
-        with self._must_hold():
             self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        by_number = DESCRIPTORS / str(self._descriptor)
-        if not PLAIN.fullmatch(str(self.folder)) and by_number.exists():
-            self._path = epath.Path(by_number)
+            by_number = DESCRIPTORS / str(self._descriptor)
+            if not PLAIN.fullmatch(str(self.folder)) and not by_number.exists():
+                raise OSError("its path may have letters, digits and _ . - / on this machine")
+        self._path = epath.Path(self.folder if PLAIN.fullmatch(str(self.folder)) else by_number)  # for the libraries
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -89,15 +83,14 @@ class Checkpoints:
     def start(self, state: State, say: Callable[[str], None] = lambda _: None) -> tuple[State, int]:
         """(state to train from, steps done): the newest intact checkpoint, or `state` and 0 if there is none.
 
-        Newer, damaged checkpoints are renamed to STEP.damaged after an intact one has been read. In a folder without
-        checkpoints one is written and removed, so that a folder that cannot hold any is an error before the training.
+        Newer, damaged checkpoints are renamed to STEP.damaged after an intact one has been read.
 
         Args:
           state: a new run's pytree of arrays. The result has its shapes, dtypes and shardings.
           say: called with a line for each damaged checkpoint.
 
         Raises:
-          typer.BadParameter: a checkpoint of another model, all checkpoints are damaged, or none can be written.
+          typer.BadParameter: a checkpoint of another model, or all checkpoints are damaged.
         """
         wanted = _by_name(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state))
         damaged: dict[int, str] = {}
@@ -110,7 +103,6 @@ class Checkpoints:
                 return jax.tree.unflatten(jax.tree.structure(state), [found[name] for name in wanted]), step
             damaged[step] = wrong
         if not damaged:
-            self._try()
             return state, 0
         problems = "; ".join(f"{self.folder / str(step)}: {wrong}" for step, wrong in damaged.items())
         raise typer.BadParameter(
@@ -135,7 +127,8 @@ class Checkpoints:
                 metadata[HELDOUT] = heldout
             self._writer.wait_until_finished()
             self._remove_others()
-            self._write(str(done), arrays, metadata)
+            metadata[OWN] = _crc(metadata)
+            self._writer.save(self._path / str(done), args=ocp.args.StandardSave(arrays), custom_metadata=metadata)
         self._newest = done
 
     def wait(self) -> None:
@@ -146,53 +139,18 @@ class Checkpoints:
         """Raises the error of a failed write."""
         self._writer.check_for_errors()
 
-    def _write(self, name: str, arrays: dict[str, Any], metadata: dict[str, Any]) -> None:
-        self._being_written = name, {key: _describe(array) for key, array in arrays.items()}
-        metadata[OWN] = _crc(metadata)
-        self._writer.save(self._path / name, args=ocp.args.StandardSave(arrays), custom_metadata=metadata)
-
-    def _look(self, name: str) -> None:
-        """Reads which arrays are written. The first process calls it before a checkpoint gets its name.
-
-        Not its own metadata: Orbax may still be writing that file.
-
-        Raises:
-          OSError: they are not what was saved.
-        """
-        try:
-            found = self._stored(name)
-        except Exception as error:  # of any type, as in _read
-            raise OSError(f"{self.folder / name} was written and cannot be read: {_first_line(error)}") from error
-        if found != self._being_written[1]:
-            raise OSError(f"{self.folder / name} was written, and its arrays are not found there")
-
-    def _try(self) -> None:
-        name = f"trial{UNFINISHED}"
-        try:
-            with self._must_hold(), quiet_writers():
-                self._write(name, {"trial": np.zeros(1)}, {})
-                self._writer.wait_until_finished()
-                if is_first():
-                    self._look(name)
-        finally:
-            for left in self.folder.glob(f"{name}*") if is_first() else ():
-                shutil.rmtree(left, ignore_errors=True)
-
     @contextlib.contextmanager
     def _must_hold(self) -> Iterator[None]:
         """An error inside, in any process, is in all of them that the folder cannot hold checkpoints."""
         wrong, cause = "", None
         try:
             yield
-        except Exception as error:  # of any type, as in _read
-            wrong, cause = _first_line(error).replace(str(self._path), str(self.folder)), error
+        except OSError as error:
+            wrong, cause = _first_line(error), error
         if wrong := exchanged(wrong):
             raise typer.BadParameter(
                 f"{self.folder} cannot hold checkpoints: {wrong}. Take another folder with --out.", param_hint="--out"
             ) from cause
-
-    def _stored(self, name: str) -> dict[str, str]:
-        return {key: _describe(array) for key, array in self._handler.metadata(self._path / name).tree.items()}
 
     def _remove_others(self) -> None:
         """Renames each checkpoint before removing it, so that no partial folder looks complete."""
@@ -205,15 +163,15 @@ class Checkpoints:
         for step in set(self.steps) - stay:
             shutil.rmtree((self.folder / str(step)).rename(self.folder / f"{step}{UNFINISHED}"))
 
-    def _metadata(self, name: str) -> dict[str, Any]:
-        found = json.loads((self.folder / name / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"]
+    def _metadata(self, step: int) -> dict[str, Any]:
+        found = json.loads((self.folder / str(step) / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"]
         if found.pop(OWN) != _crc(found):
             raise ValueError("its own checksum is not what was saved")
         return found
 
     def _heldout(self, step: int) -> float | None:
         try:
-            return self._metadata(str(step)).get(HELDOUT)
+            return self._metadata(step).get(HELDOUT)
         except (OSError, ValueError, LookupError, AttributeError, TypeError):
             return None
 
@@ -221,9 +179,9 @@ class Checkpoints:
         """(arrays, "") or (None, the error), the same in all processes."""
         found, wrong, sums, stored = None, "", {}, {}
         try:
-            metadata = self._metadata(str(step))
+            metadata = self._metadata(step)
             sums = metadata[CHECKSUMS]
-            stored = self._stored(str(step))
+            stored = {key: _describe(x) for key, x in self._handler.metadata(self._path / str(step)).tree.items()}
         except Exception as error:  # of any type: Orbax, TensorStore and JSON have their own
             wrong = f"its metadata cannot be read: {_first_line(error)}"
         wrong = exchanged(wrong) or self._compare(step, sums, stored, wanted)

@@ -19,7 +19,6 @@ from models.layers import OFFLOADED
 from models.precision import BACKENDS, PRECISIONS
 from models.training import settings_text
 from models.training.schedule import AnySchedule, Schedule
-from models.training.settings_text import Key
 from models.training.terminal import one_line, show_any_text
 from models.training.whole_files import replace
 
@@ -76,12 +75,6 @@ class Options:
             help="Go on from the newest checkpoint, if there is one, of OUT or the newest run. Needs --save-every.",
         ),
     ] = False
-    stop_within: Annotated[
-        float,
-        typer.Option(
-            min=1, help="Seconds for saving, after SIGTERM or Ctrl-C. Clusters kill a job about 30 s after SIGTERM."
-        ),
-    ] = 25.0
     bad_steps: Annotated[
         int, typer.Option(min=1, help="End after so many steps in a row whose loss or gradient norm is not finite.")
     ] = 3
@@ -204,7 +197,7 @@ def overlay(below: Given, above: Given) -> Given:
     """Both mappings merged, nested ones too; of two other values the upper one counts."""
     merged = dict(below)
     for key, value in above.items():
-        under = merged.pop(key, None)  # with the key, which says where it stands
+        under = merged.get(key)
         merged[key] = overlay(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
     return merged
 
@@ -220,9 +213,8 @@ def assignments(texts: Sequence[str]) -> Given:
         name, equals, value = text.partition("=")
         if not (name.strip() and equals):
             raise ValueError(f"--set {text}: write KEY=VALUE, as learning_rate=1e-3.")
-        setting: Any = settings_text.load(value, f"--set {text}", comments=False)
-        for part in map(Key, reversed(name.strip().split("."))):
-            part.where = f"--set {text}"
+        setting: Any = settings_text.load(value, f"--set {text}")
+        for part in reversed(name.strip().split(".")):
             setting = {part: setting}
         found = overlay(found, setting)
     return found
@@ -258,29 +250,24 @@ def resolve(preset: AnySchedule, given: Given) -> AnySchedule:
     Raises:
       ValueError: names every unknown key, beside the known ones, and every value of a wrong type or out of range.
     """
-    merged = json.dumps(
-        overlay(dataclasses.asdict(preset), given), default=str
-    )  # only of JSON does pydantic read a dataclass strictly
+    # Only of JSON does pydantic read a dataclass strictly.
+    merged = json.dumps(overlay(dataclasses.asdict(preset), given), default=str, allow_nan=False)
     try:
         return pydantic.TypeAdapter(type(preset)).validate_json(merged, strict=True, extra="forbid")
     except pydantic.ValidationError as error:
-        raise ValueError("; ".join(_say(preset, given, wrong) for wrong in error.errors())) from None
+        raise ValueError("; ".join(_say(preset, wrong) for wrong in error.errors())) from None
 
 
-def _say(preset: Any, given: Any, wrong: Any) -> str:
-    key, where = ".".join(map(str, wrong["loc"])), ""
-    for part in wrong["loc"]:
-        found = next((name for name in given if name == part), None) if isinstance(given, dict) else None
-        where, given = (where, None) if found is None else (getattr(found, "where", ""), given[found])
-    named = f"{where}: {key}" if where else key
+def _say(preset: Any, wrong: Any) -> str:
+    key = ".".join(map(str, wrong["loc"]))
     if wrong["type"] == "unexpected_keyword_argument":
         for part in wrong["loc"][:-1]:
             preset = getattr(preset, part)
-        return f"{named} is no setting: write one of {', '.join(field.name for field in dataclasses.fields(preset))}"
+        return f"{key} is no setting: write one of {', '.join(field.name for field in dataclasses.fields(preset))}"
     if wrong["type"] == "value_error":
         return str(wrong["ctx"]["error"])
     if wrong["type"] == "json_invalid":
         names = re.findall(r'"[^"]*\\ud[89a-f][^"]*"', wrong["input"])
         return f"{', '.join(names)} is not UTF-8: give the file or folder another name."
     hint = "" if isinstance(wrong["input"], list | dict) else HINTS.get(wrong["type"], "")
-    return f"{named} is {wrong['input']!r}: {wrong['msg']}{hint}"
+    return f"{key} is {wrong['input']!r}: {wrong['msg']}{hint}"

@@ -46,7 +46,7 @@ from models.training import config, frozen, launch, loop
 from models.training.config import Options, check_option
 from models.training.loop import Measured, Run, Training, TrainState
 from models.training.presets import DIT_PRESETS, DiTPreset
-from models.training.report import History, draw_grid, plot_report
+from models.training.report import History, draw_captioned, plot_report
 from models.training.schedule import with_steps
 
 UNIT = "squared error of the velocity"
@@ -246,7 +246,10 @@ def _train_and_report(
     if not is_first():
         return
     plot_report(history, UNIT, run.out / "report.png")
-    draw_grid(sample(model, preset, images, preset.seed), images.classes[:DRAWN], run.out / "samples.png")
+    drawn, names = sample(model, preset, images, preset.seed), images.classes[:DRAWN]
+    texts = [*names, *((len(drawn) - 1) * len(names) * [""])]
+    section = ("drawn for each class in several sizes", [image for row in drawn for image in row], texts)
+    draw_captioned([section], run.out / "samples.png", columns=len(names))
 
     few = min(10, preset.steps)
     first, last = np.mean(history.loss[:few]), np.mean(history.loss[-few:])

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import logging
 import os
-import select
 import shlex
 import signal
 import sys
@@ -33,73 +32,39 @@ class Stopped(BaseException):
         self.number = number
 
 
-class StopSignals:
-    """Records SIGTERM and Ctrl-C inside its with statement, for a loop that asks after each step.
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[int], int | None]]:
+    """Gives a function of the steps done: the signal to stop for now, the same in all processes, or None.
 
-    The second signal, or the timeout after the first one, ends the process at once.
-
-    Args:
-      seconds: timeout after the first signal.
-      last_words: signal number -> the line printed before the process is ended.
+    Inside, SIGTERM and Ctrl-C are recorded, and a second one of either ends the process at once.
     """
+    first: list[int] = []
+    several = jax.process_count() > 1
 
-    def __init__(self, seconds: float, last_words: Callable[[int], str]):
-        self._seconds, self._last_words = seconds, last_words
-        self._number: int | None = None
-        self._before: dict[int, Any] = {}
+    def note(number: int, _: Any) -> None:
+        first.append(number)
+        if several:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            for each in SIGNALS:
+                signal.signal(each, signal.SIG_DFL)
 
-    def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is not threading.main_thread():  # which alone can have handlers
-            return self
-        several = jax.process_count() > 1
-        self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)
-        # The wake-up descriptor is written at once, even while the main thread compiles or waits for the device.
-        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        for number in SIGNALS:
-            if not (several and number == signal.SIGTERM):  # JAX's own handler lets all processes stop at one step
-                self._before[number] = signal.signal(number, self._forward if several else self._note)
-        threading.Thread(target=self._watch, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._before:
-            return
-        signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        os.close(self._pipe[1])  # the watching thread reads the end, and closes the other one
-
-    def asked(self, done: int) -> int | None:
-        """The signal to stop for now, after `done` steps; the same in all processes."""
-        if jax.process_count() == 1:
-            return self._number
+    def asked(done: int) -> int | None:
+        if not several:
+            return first[0] if first else None
         if not multihost_utils.reached_preemption_sync_point(done):
             return None
-        if (
-            self._before and self._number is None
-        ):  # else the time has begun with Ctrl-C, and one more would be the second signal
-            os.write(self._pipe[1], bytes([signal.SIGTERM]))
-        return self._number or signal.SIGTERM
+        return first[0] if first else signal.SIGTERM
 
-    def _note(self, number: int, _: Any) -> None:
-        self._number = self._number or number
-
-    def _forward(self, number: int, _: Any) -> None:
-        self._number = number
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def _watch(self) -> None:
-        number = os.read(self._pipe[0], 1)
-        ended = not number
-        if number:
-            select.select([self._pipe[0]], [], [], self._seconds)
-            ready, _, _ = select.select([self._pipe[0]], [], [], 0)
-            ended = bool(ready) and not os.read(self._pipe[0], 1)
-        if not ended:
-            print(self._last_words(number[0]), file=sys.stderr, flush=True)
-            os._exit(128 + number[0])
-        os.close(self._pipe[0])
+    # JAX's own handler of SIGTERM lets all processes stop at one step. Handlers are of the main thread alone.
+    own = (signal.SIGINT,) if several else SIGNALS
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, note) for number in own} if is_main else {}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def command_to_go_on(out: Path) -> str:
@@ -107,21 +72,7 @@ def command_to_go_on(out: Path) -> str:
     words = [word for word in sys.argv[1:] if word != "--resume"]
     if not any(word.split("=")[0] == "--out" for word in words):
         words += ["--out", str(out)]
-    return " ".join(["python -m models.train", *map(quoted, words), "--resume"])
-
-
-def quoted(word: str) -> str:
-    """A word for a shell, on one line, and in ASCII if the terminal cannot show it: what is pasted is this word."""
-    try:
-        word.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        shown = False
-    else:
-        shown = word.isprintable()
-    if shown:
-        return shlex.quote(word)
-    escaped = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in os.fsencode(word))
-    return f"$'{''.join(escaped)}'"  # as Bash, Zsh and BusyBox read it
+    return " ".join(["python -m models.train", *map(shlex.quote, words), "--resume"])
 
 
 def kept(steps: list[int] | None, out: Path) -> str:
@@ -161,7 +112,7 @@ def in_one_line(kept: Callable[[], str], say: Callable[[str], None]) -> Iterator
             yield
     except (Stopped, KeyboardInterrupt) as stopped:
         number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
-        say(stopped_line(number, kept()))
+        say(f"Stopped by {signal.Signals(number).name}. {kept()}")
         raise typer.Exit(128 + number) from None
     except Exception as error:
         if not is_full(error):
@@ -171,10 +122,6 @@ def in_one_line(kept: Callable[[], str], say: Callable[[str], None]) -> Iterator
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
-
-
-def stopped_line(number: int, kept: str) -> str:
-    return f"Stopped by {signal.Signals(number).name}. {kept}"
 
 
 @contextlib.contextmanager

@@ -115,7 +115,7 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, 
         return str(out)
 
     out = Path(of_first(claim))
-    run = Run(out, make_console(), mesh, options.save_every, options.stop_within, options.profile, options.bad_steps)
+    run = Run(out, make_console(), mesh, options.save_every, options.profile, options.bad_steps)
     if options.out is None:
         run.say(f"writes to {out}/")
     return run

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.data.chat import Conversation, template_of
-from models.data.text import Corpus, read_texts, split, standard_library, tokenize, tokenize_all
+from models.data.text import Corpus, read_texts, split, standard_library, tokenize
 from models.data.tokenizer import Bytes, HuggingFace, Tokenizer, tokenizer_of
 from models.hf.config import end_token
 from models.training.presets import Preset
@@ -62,19 +62,19 @@ def read_corpus(
       context, date: of the preset; longer conversations are cut.
 
     Raises:
-      ValueError: as of `read_texts`, `tokenize_all` and `split`; conversations without a chat template.
+      ValueError: as of `read_texts`, `tokenize` and `split`; conversations without a chat template.
     """
     if not data:
-        return split(tokenize(standard_library(), tokenizer))
+        return split(tokenize(standard_library(), tokenizer).documents)
     texts, source = read_texts(data, raw=raw), f"the data of {', '.join(data)}"
     first = next((text for text in texts if isinstance(text, Conversation)), None)
     if first is None:
-        return split(tokenize([text for text in texts if isinstance(text, bytes)], tokenizer), source)
+        return split(tokenize(texts, tokenizer).documents, source)
     if folder is None:
         raise ValueError(
             f"{first.source} is a conversation, which needs a chat template: pass --init-from with a checkpoint that "
             "has one, or --tokenizer with one beside it."
         )
     template = template_of(folder, None if date is None else datetime.datetime.fromisoformat(date))
-    found = tokenize_all(texts, tokenizer, template, context)
+    found = tokenize(texts, tokenizer, template, context)
     return split(found.documents, source)._replace(remark=found.remark)

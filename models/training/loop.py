@@ -22,7 +22,7 @@ from models.distributed.mesh import collect, constrained, rows_of_process, shard
 from models.distributed.processes import is_first
 from models.training import frozen
 from models.training.checkpoints import Checkpoints, saved_steps
-from models.training.ending import Stopped, StopSignals, stopped_line
+from models.training.ending import Stopped, stop_signals
 from models.training.ending import kept as kept_line
 from models.training.finite import Watch
 from models.training.report import History, MetricsLog
@@ -253,7 +253,6 @@ class Run:
       console: for its messages.
       mesh: of devices; None for one.
       save_every: steps between checkpoints in OUT/checkpoints; None for none. The run starts from the newest one.
-      stop_within: seconds for saving, after SIGTERM or Ctrl-C.
       profile: whether some of the first steps are profiled, into OUT/profile.
       bad_steps: so many in a row whose numbers are not finite end the run, as of `models.training.finite.Watch`.
     """
@@ -262,7 +261,6 @@ class Run:
     console: Console
     mesh: Mesh | None = None
     save_every: int | None = None
-    stop_within: float = 25.0
     profile: bool = False
     bad_steps: int = 3
 
@@ -326,7 +324,7 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
     if profiled is not None:
         training = dataclasses.replace(training, step=profiled)
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(StopSignals(run.stop_within, lambda number: stopped_line(number, run.kept())))
+        asked = stack.enter_context(stop_signals())
         checkpoints = None
         if run.save_every is not None:
             checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep_best=True))
@@ -335,7 +333,7 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
                 run.console.print(f"goes on from the checkpoint of step {done}")
         # The guard makes any implicit transfer, and so any hidden wait, an error.
         with jax.transfer_guard("disallow"):
-            ended = _run_steps(training, state, run, checkpoints, signals)
+            ended = _run_steps(training, state, run, checkpoints, asked)
     if profiled is not None:
         _write_profile(profiled, run)
     return ended
@@ -351,7 +349,11 @@ def _write_profile(profiled: Profiled, run: Run) -> None:
 
 
 def _run_steps(
-    training: Training, state: TrainState, run: Run, checkpoints: Checkpoints | None, signals: StopSignals
+    training: Training,
+    state: TrainState,
+    run: Run,
+    checkpoints: Checkpoints | None,
+    asked: Callable[[int], int | None],
 ) -> tuple[TrainState, History]:
     schedule, first = training.schedule, int(jax.device_get(state.step))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -362,7 +364,7 @@ def _run_steps(
         for done, batch in enumerate(prefetched(training.batches, first, schedule.steps, run.mesh), first + 1):
             state, metrics = training.step(state, batch, training.key)
             unread.append(metrics)
-            stop = signals.asked(done)
+            stop = asked(done)
             at_eval = done % schedule.eval_every == 0 or done in (1, schedule.steps)
             at_save = run.saves(done, schedule.steps) or (stop is not None and run.save_every is not None)
             if not at_eval and not at_save and stop is None and len(unread) < READ_EVERY:
@@ -385,7 +387,4 @@ def _run_steps(
                 progress.console.print(f"step {done}: held-out {heldout:.3f} {training.unit}{speed}")
             unread.clear()
             last_read = time.perf_counter()
-        if first >= schedule.steps:  # the checkpoint of a run that has ended: its model may be written now
-            watch.add(first, [], float(jax.device_get(training.evaluate(state))))
-            watch.check(ended=True)
     return state, log.history

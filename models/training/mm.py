@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxops.nn import AmaxHistory
+from models.data.images import stack
 from models.data.pairs import DATA_SETS, PairData, Pairs, files_read, read_pairs
 from models.data.tokenizer import Bytes, HuggingFace, Tokenizer
 from models.distributed.mesh import (
@@ -38,9 +39,8 @@ from models.multimodal.interleaved import (
     document_batches,
     every_document_once,
     illustrated,
+    in_batches,
     lay_out,
-    sizes_of,
-    stack,
 )
 from models.multimodal.loss import loss_fn
 from models.multimodal.model import Multimodal
@@ -189,7 +189,7 @@ def check_fits(preset: MultimodalPreset, material: Material, mesh: Mesh | None) 
     preset.model.check_tensor(tensor)
     room = share_of(material.room, micro_batches(preset.accumulate, mesh), tensor)
     for pixels, captions in (*material.train, *material.heldout):
-        sizes_of([captioned(max(captions, key=len), pixels, material.tokens)], room)
+        in_batches([[captioned(max(captions, key=len), pixels, material.tokens)]], [], room)
 
 
 def init_state(preset: MultimodalPreset, seed: int) -> tuple[nnx.GraphDef, TrainState]:

@@ -170,28 +170,6 @@ def _plot_expert_load(rows: list[Axes], load: np.ndarray, last: int) -> None:
     figure.colorbar(images[0], ax=rows, label="load (1 = fair share)", extend="max")
 
 
-def draw_grid(images: list[list[np.ndarray]], names: Sequence[str], path: Path, zoom: int = 6) -> None:
-    """Rows of uint8 [height, width, channels] images, centred in their columns under the names."""
-    gap, heading = 2 * zoom, 16
-    column_width = zoom * max(image.shape[1] for row in images for image in row) + gap
-    row_heights = [zoom * max(image.shape[0] for image in row) + gap for row in images]
-    canvas = Image.new("RGB", (column_width * len(names), heading + sum(row_heights)), "dimgray")
-    draw = ImageDraw.Draw(canvas)
-    for column, name in enumerate(names):
-        middle, top = column_width * column + column_width // 2, heading
-        draw.text((middle, heading // 2), one_line(name), fill="white", anchor="mm")
-        for row, row_height in zip(images, row_heights, strict=True):
-            height, width = (zoom * side for side in row[column].shape[:2])
-            # Pillow knows a gray image only without a channel axis.
-            pixels = Image.fromarray(row[column].squeeze(2) if row[column].shape[2] == 1 else row[column])
-            canvas.paste(
-                pixels.resize((width, height), Image.Resampling.NEAREST),
-                (middle - width // 2, top + (row_height - height) // 2),
-            )
-            top += row_height
-    canvas.save(path)
-
-
 def draw_captioned(
     sections: Sequence[tuple[str, Sequence[np.ndarray], Sequence[str]]], path: Path, columns: int = 10
 ) -> None:

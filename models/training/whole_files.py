@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NAME = "SHA256SUMS"
-# As sha256sum writes a line: after a backslash the name is escaped, so that it has no line end. " *" is of --binary.
-LINE = re.compile(r"([0-9a-f]{64}) [ *]([^/]+)|\\([0-9a-f]{64}) [ *]((?:[^/\\]|\\[\\nr])+)")
-ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
+LINE = re.compile(r"([0-9a-f]{64}) [ *]([^/]+)")  # " *" is of --binary
 
 
 def _sum(file: Path) -> str:
@@ -26,20 +24,6 @@ def replace(file: Path, text: str) -> None:
     new.replace(file)
 
 
-def _line(file: Path) -> bytes:
-    name = file.name.translate(str.maketrans(ESCAPES))
-    mark = "" if name == file.name else "\\"
-    return os.fsencode(f"{mark}{_sum(file)}  {name}\n")  # a name is bytes, of any encoding
-
-
-def _entry(line: str) -> tuple[str, str] | None:
-    """(checksum, file name), or None."""
-    found = LINE.fullmatch(line.removesuffix("\r"))
-    if found is None or found[1]:
-        return found and (found[1], found[2])
-    return found[3], re.sub(r"\\.", lambda escape: {to: name for name, to in ESCAPES.items()}[escape[0]], found[4])
-
-
 @contextlib.contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
     """A new folder to write into. At the end its files move to `folder` (created if missing), over equal names.
@@ -52,7 +36,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
     try:
         yield new
         files = sorted(new.iterdir())
-        (new / NAME).write_bytes(b"".join(map(_line, files)))
+        # A name is bytes, of any encoding.
+        (new / NAME).write_bytes(b"".join(os.fsencode(f"{_sum(file)}  {file.name}\n") for file in files))
         for file in (new / NAME, *files):
             file.replace(folder / file.name)
     finally:
@@ -70,15 +55,15 @@ def verify(folder: Path) -> None:
         return
     wrong = []
     for number, line in enumerate(os.fsdecode(sums.read_bytes()).removesuffix("\n").split("\n"), 1):
-        entry = _entry(line)
+        entry = LINE.fullmatch(line.removesuffix("\r"))
         if entry is None:
             raise ValueError(
                 f"{sums}, line {number}: {line[:80]!r} is no checksum and file name. Copy the folder again."
             )
-        file = folder / entry[1]
+        file = folder / entry[2]
         if not file.exists():
             wrong.append(f"{file} is missing")
-        elif _sum(file) != entry[0]:
+        elif _sum(file) != entry[1]:
             wrong.append(f"{file} is not what was written: its SHA-256 is another")
     if wrong:
         raise ValueError(

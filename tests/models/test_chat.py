@@ -97,20 +97,6 @@ def test_what_is_learned(name, tokenizer):
         assert scored_parts(tokenizer, marked) == want
 
 
-@pytest.mark.parametrize("name", sorted(LEARNED))
-def test_marks_and_prefixes_agree_with_the_prompt(name, tokenizer):
-    """What is learned follows the tokens that generation gives the model before an answer."""
-    for chat in ("one answer", "several", "letters"):
-        made = given(chat)
-        marked = encode(tokenizer, template(name).mark(made))
-        starts = np.flatnonzero(np.diff(marked.scored.astype(int)) == 1) + 1
-        answers = [i for i, message in enumerate(made.messages) if message["role"] == "assistant"]
-        assert len(starts) == len(answers)
-        for start, number in zip(starts, answers, strict=True):
-            prompt = template(name).render(made.messages[:number], prompt=True, tools=made.tools)
-            np.testing.assert_array_equal(marked.tokens[:start], tokenizer.encode_rendered(prompt)[0])
-
-
 def test_a_token_over_the_edge_is_cut(tmp_path):
     """Of ":" and the answer's space the tokenizer makes one token, which no prompt ends with."""
     vocab = {token: i for i, token in enumerate(["a", "b", ":", " ", ": ", "<e>"])}

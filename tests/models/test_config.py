@@ -14,27 +14,11 @@ from models.training.dit import DitOptions
 from models.training.lm import LmOptions
 from models.training.presets import DIT_PRESETS, PRESETS
 
+# Texts that YAML 1.1 or 1.2 could read as something else.
 HARD = (
-    *(
-        "1e3",
-        "089",
-        "012",
-        "no",
-        "~",
-        "null",
-        "",
-        "1:30",
-        "2026-11-27",
-        "0o7",
-        "0x1f",
-        "1_000",
-        "true",
-        "<<",
-        "=",
-        ".5",
-    ),
+    *("1e3", "089", "012", "no", "~", "null", "", "1:30", "2026-11-27", "0o7", "0x1f", "1_000", "true", "<<", ".5"),
     *("a: b", " x", "x ", "#a", "\u00e9\u2028", "- a", "*a", "&a", "!x", "%s", "[red]", "{}", "\\d", "a\nb", "'\""),
-)
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -129,131 +113,73 @@ def test_each_goes_over_those_before(write):
 def test_what_is_written_is_read_back(chosen, tmp_path):
     config.write(chosen, tmp_path / "config.yaml")
     given = config.read(tmp_path / "config.yaml")
+    others = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert others["data"] == given["data"], "plain YAML for any loader"
     assert set(given) == {field.name for field in dataclasses.fields(chosen)}
     assert config.resolve((PRESETS if "model" in given else DIT_PRESETS)["demo"], given) == chosen
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (
-            "learning_rat: 1",
-            r"line 1: learning_rat is no setting: write one of steps, learning_rate, .*, buckets, date$",
-        ),
-        (
-            "seed: 1\nmodel: {widht: 1}",
-            r"line 2: model\.widht is no setting: write one of vocab, width, .*, unroll, .*",
-        ),
-        ("model: 3", r"line 1: model is 3: "),
-        ("batch: 2.5", r"line 1: batch is 2.5: .*integer"),
-        ("batch: true", r"line 1: batch is True: .*integer"),
-        ("learning_rate: fast", r"line 1: learning_rate is 'fast': .*number"),
-        (
-            "steps: 0\n\nclip_norm: -1.0",
-            r"line 1: steps is 0: .*greater than 0; .*, line 3: clip_norm is -1\.0: .*greater than 0$",
-        ),
-        ("ema: 1.0", r"line 1: ema is 1\.0: .*less than 1"),
-        ("pack: maybe", r"line 1: pack is 'maybe': "),
-        (
-            "model: {backend: cuda, dtype: int8}",
-            r"line 1: model\.dtype is 'int8': .*'bfloat16'.*line 1: model\.backend is 'cuda': .*'pallas'",
-        ),
-        ("model: {kv_heads: 3}", "heads must be a multiple of kv_heads"),
-        ("model: {head_dim: 7}", "rotary_dim is 7 of head_dim 7"),
-        ("model: {top_k: 9}", "top_k is 9 of 4 experts"),
-        ("accumulate: 3", "batch is 16 and accumulate 3"),
-        ("data: text", r"line 1: data is 'text': .*write a list, as \[a, b\]$"),
-        ("tokenizer: [a]", r"line 1: tokenizer is \['a'\]: .*valid string$"),
-        ("tokenizer: 1e3", r"line 1: tokenizer is 1000\.0: .*valid string; write quotes"),
-        ("pack: no", r"line 1: pack is 'no': .*boolean; write true or false$"),
-        ("eval_every: 1:30", r"line 1: eval_every is '1:30': .*integer"),
-        ("steps: 1_000", r"line 1: steps is '1_000': .*integer"),
-        ("steps: 1e3", r"line 1: steps is 1000\.0: .*integer"),
-        ("learning_rate: .inf", r"line 1: learning_rate is '\.inf': .*number"),
-        ("seed: 4294967296", r"line 1: seed is 4294967296: .*less than 4294967296"),
-        ("seed: 089", r'line 1 .*: 089 begins with a zero: write 89, or "089"'),
-        ("\nseed: 012", r'line 2 .*: 012 begins with a zero: write 12, or "012" for a text\.$'),
-        ("learning_rate: 1e400", r"line 1 .*: 1e400 is no finite number\.$"),
-        ("steps: 5\nmodel: {layers: 1}\nsteps: 6", r"line 3 .*: steps stands here a second time: leave one out\.$"),
-        ("ema:\nsteps: 3", r"line 1 .*: there is no value: write null, or '' for an empty text\.$"),
-        ("1: 2", r"line 1 .*: 1 is no name of a setting\.$"),
-        ("model:\n\tlayers: 3", r"line 2 .*'\\t'"),
-        ("data: *.txt", r"line 1 .*while scanning an alias"),
-        ("pack: !!bool maybe", "cannot be read as YAML: 'maybe'"),
-        ("ema: !!timestamp 2026-11-27", "line 1 .*timestamp"),
-        ("--- {steps: 4}\n--- {steps: 5}", "line 2 .*expected a single document"),
-        ("a: &a [*a]", "line 1 .*recursive"),
-        (5000 * "[", "cannot be read as YAML: maximum recursion"),
-        ("[1, 2]", "holds list; it must be a mapping"),
-        ("# nothing", "holds no settings; it must be a mapping"),
-        ("a: [", "line 1 cannot be read as YAML"),
-        ("a: \x00", r"cannot be read as YAML: special characters .* at 3\. It must be text in UTF-8"),
-    ],
-    ids=str,
-)
+WRONG = {
+    "learning_rat: 1": r"^learning_rat is no setting: write one of steps, learning_rate, .*, buckets, date$",
+    "seed: 1\nmodel: {widht: 1}": r"^model\.widht is no setting: write one of vocab, width, .*, unroll, ",
+    "model: 3": "^model is 3: ",
+    "batch: 2.5": r"^batch is 2\.5: .*integer",
+    "batch: true": "batch is True: .*integer",
+    "learning_rate: fast": "learning_rate is 'fast': .*number",
+    "steps: 0\nclip_norm: -1.0": r"steps is 0: .*greater than 0; clip_norm is -1\.0: .*greater than 0$",
+    "ema: 1.0": r"ema is 1\.0: .*less than 1",
+    "model: {backend: cuda, dtype: int8}": r"model\.dtype is 'int8': .*model\.backend is 'cuda': .*'pallas'",
+    "model: {kv_heads: 3}": "heads must be a multiple of kv_heads",
+    "accumulate: 3": "batch is 16 and accumulate 3",
+    "data: text": r"data is 'text': .*write a list, as \[a, b\]$",
+    "tokenizer: 1e3": r"tokenizer is 1000\.0: .*valid string; write quotes",
+    "pack: no": "pack is 'no': .*boolean; write true or false$",
+    "eval_every: 1:30": "eval_every is '1:30': .*integer",
+    "learning_rate: .inf": r"learning_rate is '\.inf': .*number",
+    "learning_rate: 1e400": "Out of range float",
+    "seed: 4294967296": "seed is 4294967296: .*less than 4294967296",
+    "steps: 5\nmodel: {layers: 1}\nsteps: 6": r"line 3 .*: steps stands here a second time: leave one out\.$",
+    "1: 2": r"line 1 .*: 1 is no name of a setting\.$",
+    "model:\n\tlayers: 3": r"line 2 .*'\\t'",
+    "data: *.txt": "line 1 .*while scanning an alias",
+    "--- {steps: 4}\n--- {steps: 5}": "line 2 .*expected a single document",
+    "a: &a [*a]": "line 1 .*recursive",
+    5000 * "[": "cannot be read as YAML: maximum recursion",
+    "[1, 2]": "holds list; it must be a mapping",
+    "# nothing": "holds no settings; it must be a mapping",
+    "a: [": "line 1 cannot be read as YAML",
+    "a: \x00": "cannot be read as YAML: .*special characters",
+}
+
+
+@pytest.mark.parametrize(("text", "says"), WRONG.items(), ids=range(len(WRONG)))
 def test_what_is_wrong_is_named(text, says, write):
-    file = write(text)
     with pytest.raises(ValueError, match=says) as caught:
-        train_lm.choose(LmOptions(config=file))
-    said = str(caught.value)
-    assert "\n" not in said
-    assert str(file) in said or not said.startswith(str(file.parent))
+        train_lm.choose(LmOptions(config=write(text)))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_utf8(write):
     file = write("")
     file.write_bytes("tokenizer: caf\xe9".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"given\.yaml cannot be read as YAML: .* at 14\. It must be text in UTF-8"):
+    with pytest.raises(ValueError, match=r"given\.yaml cannot be read as YAML: .*position 14"):
         config.read(file)
     file.write_bytes("\ufefftokenizer: caf\xe9".encode())
     assert config.read(file) == {"tokenizer": "caf\xe9"}
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        *(
-            ("no", "no"),
-            ("off", "off"),
-            ("1:30", "1:30"),
-            ("2026-11-27", "2026-11-27"),
-            ("0b11", "0b11"),
-            ("a#b", "a#b"),
-        ),
-        *((".5", 0.5), ("5.", 5.0), ("-1e-3", -1e-3), ("1E+2", 100.0), ("0x1f", 31), ("0o17", 15), ("+7", 7)),
-        *(
-            ("~", None),
-            ("null", None),
-            ("true", True),
-            ("False", False),
-            ('"012"', "012"),
-            ("''", ""),
-            ("C:\\x", "C:\\x"),
-            ("3 ", 3),
-            ("'a #1' ", "a #1"),
-        ),
-    ],
-)
+CORE = {text: text for text in ("no", "off", "1:30", "2026-11-27", "0b11", "a#b", "C:\\x")} | {
+    ".5": 0.5, "5.": 5.0, "-1e-3": -1e-3, "1E+2": 100.0, "0x1f": 31, "0o17": 15, "+7": 7, "012": 12, "~": None,
+    "": None, "null": None, "true": True, "False": False, '"012"': "012", "''": "", "3 ": 3, "'a #1' ": "a #1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "value"), CORE.items())
 def test_values_are_those_of_the_core_schema(text, value, write):
     """Of YAML 1.2.2, section 10.3; the same in a file and after --set."""
     for found in (config.read(write(f"a: {text}")), assignments([f"a={text}"])):
         assert found == {"a": value}
         assert type(found["a"]) is type(value)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("seed=", "--set seed= .*no value"),
-        ("tokenizer=dir #1/tokenizer.json", "--set tokenizer=dir #1.*after # is left out: put quotes"),
-        ("model.layers=x", r"^--set model\.layers=x: model\.layers is 'x': .*integer"),
-        ("pack=no", r"^--set pack=no: pack is 'no': .*write true or false"),
-        ("seed=012", "--set seed=012, line 1 .*begins with a zero"),
-    ],
-)
-def test_what_is_wrong_after_set(text, says):
-    with pytest.raises(ValueError, match=says):
-        train_lm.choose(LmOptions(set=[text]))
 
 
 def test_what_is_wrong_with_an_image_model(write):
@@ -273,14 +199,6 @@ def test_attention_is_this_machines(monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "cpu")
     with pytest.raises(ValueError, match="needs a GPU; write xla"):
         train_lm.choose(LmOptions(set=["model.attention=cudnn"]))
-
-
-def test_yaml_is_what_others_read(tmp_path):
-    """The written file is plain YAML for any loader."""
-    config.write(dataclasses.replace(PRESETS["demo"], data=HARD), tmp_path / "config.yaml")
-    found = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert found["model"]["norm_epsilon"] == 1e-6
-    assert tuple(found["data"]) == HARD
 
 
 def test_a_name_that_is_not_utf8():

@@ -5,7 +5,6 @@ import datetime
 import json
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,18 +14,16 @@ from flax import nnx
 from models import hf
 from models.data.chat import ChatTemplate, Conversation
 from models.data.packing import Batch, Documents
-from models.data.text import read_texts, split, tokenize_all
+from models.data.text import read_texts, split, tokenize
 from models.data.tokenizer import Bytes
 from models.decoder import DecoderConfig
 from models.decoder.loss import loss_fn
-from models.distributed.mesh import make_mesh, replicate, shard_state
 from models.generate import command as generate
-from models.training import config, loop
+from models.training import config
 from models.training import lm as train_lm
 from models.training.lm import main
 from models.training.presets import PRESETS, Preset
 from tests.arrays import put
-from tests.devices import needs_four
 from tests.models.test_decoder_parts import model_of
 
 SOURCE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{{ 'a:' if add_generation_prompt }}"
@@ -57,7 +54,7 @@ def test_what_is_read(tmp_path):
     assert (one, four, five) == (b"one", b"four", b"five")
     assert isinstance(two, Conversation)
     assert two.source == f"{file}, line 2"
-    found = tokenize_all([one, b"", two, four], Bytes(), TEMPLATE, 100)
+    found = tokenize([one, b"", two, four], Bytes(), TEMPLATE, 100)
     assert learned(found.documents) == ["one\0", "three\n", "four\0"]
     assert bytes(found.documents.tokens.tolist()) == b"one\0u:two\na:three\nfour\0"
     assert found.remark == ""
@@ -76,19 +73,19 @@ def test_what_is_too_long_is_cut():
         Conversation(chat(*texts)["messages"], None, "x")
         for texts in (("ab", "cd"), ("ab", "cdefgh"), ("abcdefgh", "i"))
     ]
-    found = tokenize_all(chats, Bytes(), TEMPLATE, 9)
+    found = tokenize(chats, Bytes(), TEMPLATE, 9)
     assert learned(found.documents) == ["cd\n", "cde"]
     assert found.remark == (
         "2 conversations have more than context=9 tokens and are cut there; 1 have no words of the assistant before "
         "and are left out\n"
     )
-    assert tokenize_all(chats[:1], Bytes(), TEMPLATE, 9).remark == ""
-    assert tokenize_all(chats[:2], Bytes(), TEMPLATE, 9).remark.endswith("are cut there\n")
+    assert tokenize(chats[:1], Bytes(), TEMPLATE, 9).remark == ""
+    assert tokenize(chats[:2], Bytes(), TEMPLATE, 9).remark.endswith("are cut there\n")
 
 
 def test_whole_conversations_are_held_out():
     chats = [Conversation(chat(f"question {i}", f"answer {i}")["messages"], None, "x") for i in range(12)]
-    documents = lambda count: tokenize_all(chats[:count], Bytes(), TEMPLATE, 100).documents
+    documents = lambda count: tokenize(chats[:count], Bytes(), TEMPLATE, 100).documents
     train, heldout, _ = split(documents(12))
     assert learned(heldout) == ["answer 9\n"]
     assert learned(train) == [f"answer {i}\n" for i in range(12) if i != 9]
@@ -141,40 +138,6 @@ def test_the_loss_is_of_the_counted_targets(model):
     np.testing.assert_allclose(loss(model, batch), each[counted].mean(), rtol=1e-5)
     np.testing.assert_allclose(loss(model, batch._replace(scored=None)), each[documents >= 0].mean(), rtol=1e-5)
     assert loss(model, batch._replace(scored=jnp.zeros_like(batch.scored))) == 0
-
-
-def first_step(accumulate: int, mesh_shape: str | None = None):
-    """The metrics of a step, and of an evaluation, and the parameters after it."""
-    preset = Preset(
-        CONFIG, 16, 8, steps=4, learning_rate=1e-2, warmup_steps=0, eval_every=4, accumulate=accumulate, eval_windows=16
-    )  # fmt: skip
-    documents, mesh = documents_of(np.random.default_rng(3).integers(2, 30, 40)), mesh_shape and make_mesh(mesh_shape)
-    batch = train_lm.make_batches(preset, documents, train_lm.make_rows(preset, documents))(0)
-    batch = jax.tree.map(lambda x: x.reshape(accumulate, 8 // accumulate, 16), batch)
-    graphdef, state = train_lm.init_state(preset, 0)
-    if mesh is not None:
-        graphdef, state = train_lm.sharded_graphdef(preset, mesh), shard_state(state, mesh)
-    key, heldout = replicate(jax.random.key(0), mesh), loop.place(train_lm.heldout_batches(preset, documents), mesh)
-    loss = train_lm.make_evaluate(graphdef, preset, mesh)(state.params, state.histories, heldout, key)
-    state, metrics = train_lm.make_step(graphdef, preset, mesh)(state, loop.place(batch, mesh), key)
-    counts = [int(jax.tree.map(lambda x, i=i: x[i], batch).counted()) for i in range(accumulate)]
-    return metrics, float(loss), jax.tree.map(np.asarray, state.params), counts
-
-
-@needs_four
-def test_unequal_parts_count_by_their_tokens():
-    """Micro-batches and devices with unequal numbers of counted targets add up to the whole batch.
-
-    Micro-batches alone: test_loop.py.
-    """
-    want, wanted_loss, params, (total,) = first_step(1)
-    got, loss, moved, counts = first_step(2, "fsdp=4")
-    assert sum(counts) == total == int(got.tokens)
-    assert counts[0] != counts[1]
-    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
-    np.testing.assert_allclose(got.gradient_norm, want.gradient_norm, rtol=1e-4)
-    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), moved, params)
 
 
 def test_the_date_is_that_of_the_run(tmp_path, monkeypatch):

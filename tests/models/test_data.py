@@ -1,6 +1,5 @@
 """The user's text: which files are read, what a document is, what is held out, and errors of unusable data."""
 
-import json
 import re
 
 import numpy as np
@@ -9,7 +8,6 @@ import tokenizers
 
 from models.data.packing import Batch, Documents, even_rows, pack
 from models.data.text import bigram_nats, read_texts, source_files, split, standard_library, tokenize
-from models.data.text_files import text_files
 from models.data.tokenizer import Bytes, HuggingFace
 
 
@@ -28,25 +26,12 @@ def words(tmp_path_factory):
     return file
 
 
-def test_which_files_are_read(tmp_path):
-    for name in ("b.txt", "a.md", "deep/c.py", "deep/er/d.jsonl", "no.bin", ".git/e.txt", ".f.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(json.dumps({"text": name}))
-    assert [file.relative_to(tmp_path).as_posix() for file in text_files([tmp_path])] == [
-        "a.md",
-        "b.txt",
-        "deep/c.py",
-        "deep/er/d.jsonl",
-    ]
-    assert text_files([tmp_path / "no.bin", tmp_path / "b.txt"]) == [tmp_path / "no.bin", tmp_path / "b.txt"]
-
-
 def test_documents(tmp_path):
     """A document is a file, or a line of a .jsonl file; empty ones are skipped."""
     (tmp_path / "a.txt").write_bytes(b"caf\xe9\n")
     (tmp_path / "b.jsonl").write_text('{"text": "two", "id": 3}\n\n{"text": ""}\n{"text": "é\\n"}')
     (tmp_path / "c.txt").write_bytes(b"")
-    found = tokenize(read_texts([tmp_path], raw=True), Bytes())
+    found = tokenize(read_texts([tmp_path], raw=True), Bytes()).documents
     assert found.tokens.dtype == np.uint8
     assert documents_in(found) == [b"caf\xe9\n\0", b"two\0", "é\n\0".encode()]
 
@@ -77,7 +62,7 @@ def test_what_is_no_text(content, says, tmp_path):
 def test_a_tokenizer(words):
     tokenizer = HuggingFace(words)
     assert (tokenizer.vocab, tokenizer.end) == (701, 700)
-    found = tokenize([b"one two one", b"", b"three", b"two </s>"], tokenizer)
+    found = tokenize([b"one two one", b"", b"three", b"two </s>"], tokenizer).documents
     assert found.tokens.dtype == np.uint16
     np.testing.assert_array_equal(found.tokens, [1, 2, 1, 700, 0, 700, 2, 700])
     np.testing.assert_array_equal(found.offsets, [0, 4, 6, 8])
@@ -102,7 +87,7 @@ def test_what_cannot_be_read(tmp_path, words):
 
 def test_each_tenth_document_is_held_out():
     texts = [f"text {i}".encode() for i in range(25)]
-    train, heldout = map(documents_in, split(tokenize(texts, Bytes()))[:2])
+    train, heldout = map(documents_in, split(tokenize(texts, Bytes()).documents)[:2])
     assert heldout == [b"text 9\0", b"text 19\0"]
     assert train == [text + b"\0" for text in texts if text not in (b"text 9", b"text 19")]
 
@@ -118,7 +103,7 @@ def test_the_end_of_few_documents_is_held_out():
 @pytest.mark.parametrize("texts", [[], [b""], [b"a few"], 9 * [b"a"]])
 def test_too_little(texts):
     with pytest.raises(ValueError, match=f"tokens in {sum(map(bool, texts))} documents: too little"):
-        split(tokenize(texts, Bytes()))
+        split(tokenize(texts, Bytes()).documents)
 
 
 def test_standard_library(tmp_path):

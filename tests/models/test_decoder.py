@@ -14,9 +14,7 @@ from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy
 from models.data.packing import Batch, Documents, build
 from models.data.text import Corpus
-from models.decoder import Decoder, DecoderConfig, document_starts, positions_in
-from models.decoder import loss as decoder_loss
-from models.decoder.loss import loss_fn
+from models.decoder import Decoder, DecoderConfig, document_starts
 from models.decoder.model import within_documents
 from models.training import lm as train_lm
 from models.training.lm import objective
@@ -42,47 +40,6 @@ def started(config: DecoderConfig) -> Decoder:
 @nnx.jit
 def logits_of(model: Decoder, tokens: jax.Array, documents: jax.Array | None = None) -> jax.Array:
     return model(tokens, documents)[0]
-
-
-def test_positions_start_again_with_each_document():
-    documents = jnp.array([[4, 4, 4, 1, 1, 7], [0, 0, 0, 0, 0, 0], [1, 2, 1, 2, 2, 2]])
-    np.testing.assert_array_equal(
-        positions_in(document_starts(documents)), [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]]
-    )
-
-
-def test_packed_documents_are_as_if_each_came_alone():
-    config = SPARSE
-    lengths = [5, 1, 8, 3]
-    documents = put(np.repeat([3, 0, 9, 4], lengths), jnp.int32)[None]
-    packed = logits_of(model_of(config), TOKENS[:1], documents)[0]
-    for start, length in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
-        # At the end of a row of zeros' length: one compilation for all lengths.
-        alone = jnp.zeros((1, 17), jnp.int32).at[0, :length].set(TOKENS[0, start : start + length])
-        np.testing.assert_allclose(
-            packed[start : start + length], logits_of(model_of(config), alone)[0, :length], atol=2e-5
-        )
-
-
-def test_no_token_sees_a_later_one():
-    config = SPARSE
-    changed = TOKENS.at[:, 11:].set((TOKENS[:, 11:] + 1) % 31)
-    before, after = logits_of(model_of(config), TOKENS), logits_of(model_of(config), changed)
-    np.testing.assert_allclose(before[:, :11], after[:, :11], atol=1e-6)
-    assert np.abs(before[:, 11:] - after[:, 11:]).max() > 1e-2
-
-
-def test_shapes_and_dtypes():
-    model = model_of(dataclasses.replace(SPARSE, dtype="bfloat16"))
-    logits, routed = nnx.jit(lambda model: model(TOKENS))(model)
-    assert (logits.shape, logits.dtype) == ((2, 17, 31), jnp.float32)
-    assert (routed.aux_loss.shape, routed.z_loss.shape, routed.load.shape) == ((2,), (2,), (2, 5))
-    np.testing.assert_array_equal(routed.load.sum(axis=1), 2 * 17 * 2)
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
-    assert nnx.state(model)["blocks"]["attention"]["q"]["kernel"][...].shape == (2, 12, 24)
-    assert nnx.eval_shape(lambda model: model(TOKENS), model_of(DENSE))[1] is None
-    first, second = nnx.state(started(PLAIN))["blocks"]["attention"]["q"]["kernel"][...]
-    assert not np.array_equal(first, second)  # each layer has its own start
 
 
 def histories_of(model: Decoder) -> list[np.ndarray]:
@@ -190,21 +147,6 @@ def test_documents_by_cudnn():
     assert jnp.isnan(logits(attention="cudnn", max_documents=1)).any()
     with pytest.raises(ValueError, match="max_documents must say"):
         logits(attention="cudnn")
-
-
-def test_the_loss_of_long_batches_comes_in_pieces(monkeypatch):
-    """The same loss and gradients from pieces, with a padded last one."""
-    documents = jnp.zeros(TOKENS.shape, jnp.int32).at[:, 9:].set(1).at[1, 15:].set(-1)
-    batch = Batch(TOKENS, jnp.roll(TOKENS, -1, axis=1), documents)
-    graphdef, params = nnx.split(model_of(DENSE))
-
-    def gradients():
-        return jax.jit(jax.value_and_grad(lambda params: loss_fn(nnx.merge(graphdef, params), batch)[0]))(params)
-
-    whole = gradients()
-    monkeypatch.setattr(decoder_loss, "LOGITS", 5 * DENSE.vocab)
-    for ours, wanted in zip(jax.tree.leaves(gradients()), jax.tree.leaves(whole), strict=True):
-        np.testing.assert_allclose(ours, wanted, rtol=2e-5, atol=1e-6)
 
 
 @functools.cache

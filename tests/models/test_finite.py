@@ -2,7 +2,7 @@
 
 import json
 import math
-import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,11 +10,11 @@ import pytest
 import typer
 
 from models.training import lm as train_lm
+from models.training.finite import NotFinite, Watch
 from models.training.report import MetricsLog, plot_report
 from tests.models.interrupted_run import train
 
 pytestmark = pytest.mark.usefixtures("tiny")
-BAD = {"nan": math.nan, "inf": math.inf}
 
 
 def rows_of(out) -> list[dict]:
@@ -40,38 +40,47 @@ def spoil(monkeypatch, field: str, steps: set[int], value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "steps", "options", "done", "checkpoints", "says"),
+    ("bad", "most", "read_every", "says"),
     [
-        ("loss", "nan", {2, 3, 4}, {}, 4, ["1"], "since step 2 (3 in a row)"),
-        ("gradient_norm", "inf", {1, 2, 3}, {}, 3, [], "since step 1 (3 in a row)"),
-        ("loss", "inf", {3}, {"bad_steps": 1}, 3, ["1", "2"], "since step 3 (1 in a row)"),
-        ("loss", "nan", {5}, {}, 5, ["1", "2", "3", "4"], "since step 5 (1 in a row)"),  # step 1 has the best loss
-        ("loss", "nan", {1, 2, 4, 5}, {"bad_steps": 2}, 2, [], "since step 1 (2 in a row)"),
+        ({2, 3, 4}, 3, 1, "since step 2 (3 in a row)"),
+        ({3}, 1, 1, "since step 3 (1 in a row)"),
+        ({5}, 3, 1, "since step 5 (1 in a row)"),  # the last one's are the model's
+        ({1, 2, 4, 5}, 2, 1, "since step 1 (2 in a row)"),
         # All of a reading of several steps are counted, and the steps after the bad ones change nothing.
-        ("loss", "nan", {2, 3}, {"bad_steps": 2, "save_every": 4}, 4, [], "since step 2 (2 in a row)"),
+        ({2, 3}, 2, 4, "since step 2 (2 in a row)"),
+        ({2, 4}, 2, 1, ""),
     ],
 )
-def test_it_ends(field, value, steps, options, done, checkpoints, says, tmp_path, monkeypatch, capsys):
-    spoil(monkeypatch, field, steps, BAD[value])
+@pytest.mark.parametrize(("field", "value"), [("loss", math.nan), ("gradient_norm", math.inf)])
+def test_which_steps_end_a_run(bad, most, read_every, says, field, value):
+    watch, said = Watch(most), ""
+    fine = {"loss": 1.0, "gradient_norm": 1.0}
+    for done in range(read_every, 6, read_every):
+        steps = range(done + 1 - read_every, done + 1)
+        watch.add(done, [SimpleNamespace(**fine | ({field: value} if step in bad else {})) for step in steps], None)
+        assert read_every > 1 or watch.finite == (done not in bad)
+        try:
+            watch.check(ended=done == 5)
+        except NotFinite as error:
+            said = str(error)
+            break
+    assert said == (f"The loss or the gradient norm is not finite {says}." if says else "")
+
+
+def test_it_ends_without_a_model(tmp_path, monkeypatch, capsys):
+    """The checkpoints are those of the finite steps; step 1 has the best loss."""
+    spoil(monkeypatch, "loss", {2, 4, 5}, math.nan)
     with pytest.raises(typer.Exit) as caught:
-        train(tmp_path, **{"save_every": 1, **options})
+        train(tmp_path, save_every=1)
     assert caught.value.exit_code == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"The loss or the gradient norm is not finite {says}. The run ends without a model. ")
-    kept = f"The checkpoint of step {checkpoints[-1]} is kept" if checkpoints else "No checkpoint was finished."
-    assert kept in last
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) in (checkpoints, checkpoints[1:])
+    assert last.startswith(
+        "The loss or the gradient norm is not finite since step 4 (2 in a row). The run ends without"
+    )
+    assert "The checkpoint of step 3 is kept" in last
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
     assert not (tmp_path / "checkpoint-hf").exists()
-    rows = rows_of(tmp_path)
-    assert [row["step"] for row in rows] == list(range(1, done + 1))
-    assert {row["step"] for row in rows if row[field] is None} == {step for step in steps if step <= done}
-
-
-def test_a_few_bad_steps_end_no_run(tmp_path, monkeypatch):
-    spoil(monkeypatch, "loss", {2, 4}, math.nan)
-    train(tmp_path, save_every=1, bad_steps=2)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "3", "5"]
-    assert (tmp_path / "checkpoint-hf" / "model.safetensors").exists()
+    assert [row["step"] for row in rows_of(tmp_path) if row["loss"] is None] == [2, 4, 5]
 
 
 def test_a_heldout_loss_that_is_not_finite(tmp_path, monkeypatch, capsys):
@@ -81,17 +90,6 @@ def test_a_heldout_loss_that_is_not_finite(tmp_path, monkeypatch, capsys):
         train(tmp_path, save_every=1)
     assert "The held-out loss is not finite since step 1 (3 in a row). The run ends" in capsys.readouterr().out
     assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def test_a_finished_run_with_a_broken_checkpoint(whole, tmp_path, monkeypatch, capsys):
-    """As earlier versions wrote it: no model is made of it."""
-    out = shutil.copytree(whole, tmp_path / "out")
-    shutil.rmtree(out / "checkpoint-hf")
-    monkeypatch.setattr(train_lm, "make_evaluate", lambda *_: lambda *_: jax.device_put(np.float32(math.nan)))
-    with pytest.raises(typer.Exit):
-        train(out, save_every=2, resume=True)
-    assert "The held-out loss is not finite since step 5 (1 in a row)." in capsys.readouterr().out
-    assert not (out / "checkpoint-hf").exists()
 
 
 def test_a_log_with_null_is_read_again(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from models.data.images import Batch
-from models.dit.model import DiT, DiTConfig, generate, loss_fn, waves
+from models.dit.model import DiT, DiTConfig, generate, loss_fn
 from tests.arrays import put
 from tests.compare import assert_close
 
@@ -95,22 +95,6 @@ def test_steps_are_heuns():
     """Of x' = x a step of size h, back in time, multiplies with 1 - h + h^2 / 2."""
     noise, out = drawn(lambda tokens, time, labels: tokens, 3, 1.0)
     np.testing.assert_allclose(out, noise * (1 - 1 / 3 + 1 / 18) ** 3, rtol=1e-5)
-
-
-def test_an_image_is_found_again():
-    """The optimal velocity for a single image leads the sampler from any noise to that image."""
-    image = np.linspace(-1, 1, 14, dtype=np.float32).reshape(7, 2)
-    towards = lambda tokens, time, labels: (
-        (tokens - image) / jnp.maximum(time, 1e-3)
-    )  # x at t is (1 - t) image + t noise: noise - image of it
-    _, out = drawn(towards, 64, 1.0)
-    assert np.abs(out - image).max() < 0.05
-
-
-def test_waves():
-    found = waves(jnp.array([0.0, 3.0]), 6, 200.0)
-    angles = 2 * np.pi * 3 / np.array([2 * np.pi, np.sqrt(2 * np.pi * 200), 200])
-    np.testing.assert_allclose(found, [[0, 0, 0, 1, 1, 1], [*np.sin(angles), *np.cos(angles)]], rtol=1e-5, atol=1e-6)
 
 
 def plain_dit(

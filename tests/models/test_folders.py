@@ -47,14 +47,6 @@ def test_one_of_those_that_start_together_gets_a_folder(out, tmp_path):
     assert len(got) == len(set(got)) == (16 if out is None else 1)
 
 
-def test_a_folder_that_another_process_takes_meanwhile(tmp_path, monkeypatch):
-    """After this one has seen that nothing is there."""
-    folders.new(tmp_path, tmp_path / "default", resumes=False)
-    monkeypatch.setattr(Path, "exists", lambda _: False)
-    with pytest.raises(ValueError, match=r"holds a run already.*: config\.yaml\. Take another"):
-        folders.new(tmp_path, tmp_path / "default", resumes=False)
-
-
 NAMES = ("config.yaml", "data.json", "metrics.jsonl", "report.png", "samples.png")
 
 

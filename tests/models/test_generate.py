@@ -71,19 +71,6 @@ def test_text_is_written_while_it_is_drawn(model, folder, monkeypatch):
     assert len(set(written)) > 20
 
 
-def test_how_it_is_drawn(model, folder, capsys):
-    main(folder=folder, prompt=["x"], length=9, temperature=0.8, top_k=30, top_p=0.9, seed=5)
-    (wanted,) = words_of(model, ["x"], 9, sampling=Sampling(0.8, 30, 0.9), key=jax.random.key(5))
-    assert capsys.readouterr().out == f"x{wanted}\n"
-
-
-def test_matrices_are_loaded_in_the_dtype_of_the_computation(folder, monkeypatch):
-    loaded, load = [], hf.load
-    monkeypatch.setattr(generate.hf, "load", lambda *given, **named: loaded.append(load(*given, **named)) or loaded[0])
-    main(folder=folder, prompt=["x"], length=2, dtype="bfloat16")
-    assert loaded[0][1].embed.embedding.dtype == "bfloat16"
-
-
 def test_stop_words(model, folder, capsys):
     (text,) = words_of(model, ["x"], 9)
     stop = text[4:6]
@@ -138,12 +125,6 @@ def test_a_line_that_is_no_text(model, folder, monkeypatch, capsys, given, says)
         main(folder=folder, chat=True, length=6)
     (first,) = words_of(model, ["<user>hello\n<assistant>"], 6)
     assert capsys.readouterr().out in (f"{first}\n", "")
-
-
-def test_a_conversation_without_a_standard_input(folder, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", None)
-    main(folder=folder, chat=True, length=6)
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -213,7 +194,7 @@ def test_what_is_said_before_anything_is_loaded(folder, tmp_path, monkeypatch):
     for options, says in (
         ({"dtype": "foo"}, "'foo' is not one of float32, bfloat16, float16"),
         ({"prompt": ["a", "a" * 20_000]}, r"20,000 tokens and --length is 64: more than the limit of 8,192.*"
-         r"--limit 20064: keys and values would take \d+\.\d GB"),
+         r"--limit 20064\."),
         ({"prompt": [""]}, "prompt 0 has no tokens"),
         ({"prompt": None}, "there is no prompt"),
         ({"top_p": 1.5}, "top_p is 1.5"),
@@ -232,17 +213,3 @@ def test_what_is_said_before_anything_is_loaded(folder, tmp_path, monkeypatch):
     made.save(str(copied / "tokenizer.json"))
     with pytest.raises(typer.BadParameter, match="prompt 0 has the token 300, and the model's are 0 to 255"):
         main(folder=copied, prompt=["high"])
-
-
-def test_keys_of_config_json_are_ignored_by_name(folder, tmp_path, capsys):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    (copy / "SHA256SUMS").unlink()
-    said = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(said | {"a_key": 1}))
-    with pytest.raises(typer.BadParameter, match=r"pass --ignore-config a_key"):
-        main(folder=copy, prompt=["ab"], length=5)
-    texts = []
-    for given, ignored in ((folder, None), (copy, ["a_key"])):
-        main(folder=given, prompt=["ab"], length=5, ignore_config=ignored)
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]

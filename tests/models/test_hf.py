@@ -66,7 +66,7 @@ def test_logits_and_gradients_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize("max_bytes", [10**9, 4000], ids=["whole", "shards"])
-@pytest.mark.parametrize("name", ["llama_odd_tied", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama_odd_tied", "mixtral"])
 def test_a_checkpoint_that_is_loaded_and_saved_is_the_same(name, max_bytes, tmp_path):
     architecture, model = hf.load(DATA / name)
     hf.save(tmp_path, architecture, model, max_bytes=max_bytes)
@@ -91,20 +91,6 @@ def test_a_checkpoint_that_is_loaded_and_saved_is_the_same(name, max_bytes, tmp_
     again, reloaded = hf.load(tmp_path)
     assert again == architecture
     jax.tree.map(np.testing.assert_array_equal, nnx.state(reloaded), nnx.state(model))
-
-
-def test_bfloat16(tmp_path):
-    """Parameters are float32 from any dtype; saved in the given one."""
-    architecture, model = hf.load(DATA / "mixtral_odd")
-    hf.save(tmp_path, architecture, model, dtype="bfloat16")
-    assert {tensor.dtype for tensor in stored(tmp_path).values()} == {jnp.dtype("bfloat16")}
-    _, rounded = hf.load(tmp_path, dtype="bfloat16")
-    assert rounded.config.dtype == "bfloat16"
-    jax.tree.map(
-        lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16).astype(jnp.float32)),
-        nnx.state(rounded),
-        nnx.state(model),
-    )
 
 
 def test_tensors_that_are_missing_extra_or_misshapen_are_all_named(tmp_path):

@@ -1,9 +1,7 @@
 """Keys of config.json: what each says alone, what says nothing, other spellings, and keys that are ignored by name."""
 
-import dataclasses
 import json
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,118 +9,20 @@ from flax import nnx
 
 from models import hf
 from models.data.tokenizer import Bytes
-from models.decoder import DecoderConfig, Latent
+from models.decoder import DecoderConfig
 from models.hf import config as hf_config
 from models.hf.unread import MEANINGLESS, READ_FOR_ALL
 from models.training import lm as train_lm
 from models.training.config import read, write
 from tests.models.hf_checkpoints import DATA, changed
 
-CONFIGS: dict[str, dict] = json.loads((DATA.parent / "hf_configs.json").read_text())
 READS: dict[str, list[str]] = json.loads((DATA.parent / "hf_reads.json").read_text())
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-# Keys that usually agree or follow from each other, each with a number of its own.
-KEYS = {
-    "vocab_size": 31,
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 10,
-    "max_position_embeddings": 77,
-    "rms_norm_eps": 0.25,
-    "rope_theta": 123,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 456},
-    "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-    "torch_dtype": "float16",
-    "dtype": "bfloat16",
-}
-MEANT = DecoderConfig(31, 24, 5, 6, 3, 10, 20, rope_base=456.0, norm_epsilon=0.25, tie_embeddings=True)
-MOE = {"num_experts": 9, "num_experts_per_tok": 4, "norm_topk_prob": False}
-WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}
-LATENT = {"kv_lora_rank": 11, "q_lora_rank": 9, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5}
-DEEPSEEK = {
-    "num_key_value_heads": 6,
-    "n_routed_experts": 12,
-    "num_experts_per_tok": 4,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 13,
-    "n_group": 4,
-    "topk_group": 3,
-    "routed_scaling_factor": 1.5,
-    "head_dim": None,
-    "first_k_dense_replace": 2,
-    "norm_topk_prob": False,
-    "rope_interleave": False,
-    "attention_bias": True,
-}
-DISTINCT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("Llama", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True}),
-    ("Llama", {"mlp_bias": True}, {"mlp_bias": True}),
-    ("Mistral", {"sliding_window": 7}, {"window": 7}),
-    ("Mistral", {"sliding_window": None}, {}),
-    ("Qwen2", WINDOWS, {"window": 7, "sliding": (3, 4), "qkv_bias": True}),
-    ("Qwen2", WINDOWS | {"use_sliding_window": False}, {"qkv_bias": True}),
-    (
-        "Qwen3",
-        WINDOWS | {"layer_types": [SLIDING, FULL, SLIDING, FULL, FULL], "attention_bias": True},
-        {"window": 7, "sliding": (0, 2), "qk_norm": True, "qkv_bias": True, "out_bias": True},
-    ),
-    ("Mixtral", {"num_local_experts": 9, "num_experts_per_tok": 4, "sliding_window": 7}, {"experts": 9, "window": 7}),
-    (
-        "Qwen3Moe",
-        MOE | WINDOWS | {"moe_intermediate_size": 13, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
-        {"experts": 9, "window": 7, "hidden": 13, "dense_hidden": 20, "dense_layers": (0, 1, 2, 4), "qk_norm": True}
-        | {"normalize": False},
-    ),
-    (
-        "Qwen3Moe",
-        MOE | WINDOWS | {"moe_intermediate_size": 13, "use_sliding_window": False},
-        {"experts": 9, "hidden": 13, "qk_norm": True, "normalize": False},
-    ),
-    (
-        "Qwen2Moe",
-        MOE | WINDOWS | {"moe_intermediate_size": 13, "mlp_only_layers": [3], "shared_expert_intermediate_size": 17},
-        {"experts": 9, "window": 7, "hidden": 13, "dense_hidden": 20, "dense_layers": (3,), "sliding": (0, 2)}
-        | {"normalize": False, "shared_hidden": 17, "shared_gate": True, "qkv_bias": True},
-    ),
-    ("Olmoe", MOE | {"clip_qkv": 0.5}, {"experts": 9, "qk_norm": "all_heads", "normalize": False, "qkv_clip": 0.5}),
-    (
-        "GptOss",
-        {
-            "num_local_experts": 9,
-            "num_experts_per_tok": 4,
-            "experts_per_token": 2,
-            "swiglu_limit": 3,
-            "sliding_window": 7,
-        },
-        {"experts": 9, "window": 7, "sliding": (0, 2, 4), "sinks": True, "expert_bias": True, "clamp": 3.0}
-        | {"qkv_bias": True, "out_bias": True},
-    ),
-    (
-        "DeepseekV3",
-        DEEPSEEK | LATENT,
-        {"experts": 12, "kv_heads": 6, "rotary_dim": 4, "latent": Latent(11, 9, 5), "hidden": 13, "dense_hidden": 20}
-        | {"dense_layers": (0, 1), "shared_hidden": 26, "normalize": False, "score": "sigmoid", "weight_scale": 1.5}
-        | {"selection_bias": True, "expert_groups": 4, "top_expert_groups": 3, "qkv_bias": True, "out_bias": True},
-    ),
-]
 
 
 def config_of(folder, keys: dict, **options) -> DecoderConfig:
     (folder / "config.json").write_text(json.dumps(keys))
     return hf.read_config(folder, **options)[1]
-
-
-@pytest.mark.parametrize(("name", "keys", "meant"), DISTINCT, ids=[f"{row[0]}{n}" for n, row in enumerate(DISTINCT)])
-def test_each_key_is_read_for_itself(name, keys, meant, tmp_path):
-    got = config_of(tmp_path, {"architectures": [f"{name}ForCausalLM"]} | KEYS | keys)
-    assert got == dataclasses.replace(MEANT, **meant, top_k=4 if "experts" in meant else 0)
 
 
 def test_what_transformers_reads_is_read_or_known():
@@ -136,19 +36,6 @@ def test_what_transformers_reads_is_read_or_known():
         read_for_no_logits = {"attention_dropout", "initializer_range", "pad_token_id", "router_jitter_noise"}
         read_for_no_logits |= {"output_router_logits", "router_aux_loss_coef", "gradient_checkpointing", "use_cache"}
         assert set(keys) & MEANINGLESS - {"max_window_layers"} <= read_for_no_logits, name
-
-
-def test_keys_that_say_nothing_change_no_logits():
-    """transformers' own, with odd values for all of them."""
-    (said,) = (said for said in CONFIGS["llama"] if "unsloth_version" in said)
-    other_code = {key for key in MEANINGLESS if "implementation" in key} - {"cache_implementation"}
-    assert MEANINGLESS - set(json.loads(said)) <= {
-        "architectures",
-        "model_type",
-        "_pre_quantization_dtype",
-        *other_code,
-    }
-    assert {CONFIGS[name][said] for name in CONFIGS} == {"same"}
 
 
 YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 6, "rope_theta": 30}
@@ -258,28 +145,3 @@ def test_a_training_run_ignores_keys_by_name_and_says_so(tmp_path):
     np.testing.assert_array_equal(
         nnx.state(again)["embed"]["embedding"][...], nnx.state(model)["embed"]["embedding"][...]
     )
-
-
-@pytest.mark.parametrize(
-    ("config", "generation", "end"),
-    [
-        ({"eos_token_id": 0}, {"eos_token_id": 3}, 0),
-        ({"eos_token_id": [0, 3], "bos_token_id": 2, "pad_token_id": 1}, None, 0),
-        ({"eos_token_id": None, "bos_token_id": 0}, {"eos_token_id": [0, 5]}, 0),
-        ({"eos_token_id": []}, {"eos_token_id": 7}, 7),
-        ({"pad_token_id": 0}, {}, None),
-        ({}, None, None),
-        ({"eos_token_id": -1}, None, "eos_token_id is -1; it must be"),
-        ({"eos_token_id": True}, None, "eos_token_id is True; it must be"),
-        ({}, {"eos_token_id": "</s>"}, "generation_config.json: eos_token_id is '</s>'"),
-    ],
-)
-def test_the_end_of_a_text(config, generation, end, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    if isinstance(end, str):
-        with pytest.raises(ValueError, match=re.escape(end)):
-            hf_config.end_token(tmp_path)
-    else:
-        assert hf_config.end_token(tmp_path) == end

@@ -22,9 +22,9 @@ from tests.arrays import put
 from tests.models.hf_checkpoints import DATA, loaded, stored
 
 
-# With sinks and windows, latent attention, norms over all heads. Others: test_slots.py. With the other parts a token at
-# a time is as all at once: test_decoder_parts.py.
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "olmoe"])
+# Sinks and windows, latent attention, norms over all heads, tied embeddings, norms of heads. With the other parts a
+# token at a time is as all at once: test_decoder_parts.py.
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "olmoe", "llama_odd_tied", "qwen3_moe"])
 def test_the_likeliest_tokens_are_those_of_transformers(name):
     """Of two prompts of 7 and 4 tokens at once, in pieces of 3, beyond windows and the texts of the first training."""
     expected = safetensors.flax.load_file(DATA / name / "expected.safetensors")

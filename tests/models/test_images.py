@@ -5,10 +5,9 @@ from collections import Counter, deque
 
 import numpy as np
 import pytest
-import sklearn.datasets
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from models.data.images import (
     DATA_SETS,
@@ -20,9 +19,7 @@ from models.data.images import (
     image_batches,
     next_batch,
     pack,
-    patchify,
     read_data,
-    read_image,
     token_counts,
     unpatchify,
 )
@@ -93,17 +90,6 @@ def test_an_endless_run_fills_its_batches_and_shows_all_images():
     )  # what comes after an epoch's last full batch waits: other images in each
 
 
-def test_no_image_comes_twice_in_an_epoch():
-    images = images_of(np.random.default_rng(0).integers(1, 5, (100, 2)))
-    steps = sum(token_counts(images, PATCH)) // 64
-    for epoch in range(2):
-        batches = micro_batches(
-            image_batches(images, PATCH, 64, 20, 1, seed=0), range(epoch * steps, (epoch + 1) * steps)
-        )
-        seen = [int(label) for batch in batches for label in batch.labels[: len(images_in(batch))]]
-        assert len(seen) == len(set(seen)) > 90
-
-
 def test_a_batch_is_a_function_of_seed_and_step():
     images = images_of(np.random.default_rng(0).integers(1, 5, (100, 2)))
     make = lambda seed: image_batches(images, PATCH, 64, 20, 2, seed)
@@ -123,7 +109,7 @@ def test_fewer_images_than_micro_batches():
 
 def test_what_does_not_fit():
     images = images_of([(4, 6), (4, 6)])
-    with pytest.raises(ValueError, match="an image of 24 tokens does not fit into a budget of 23"):
+    with pytest.raises(ValueError, match=r"an image of .* \(24, 1\) does not fit into a batch of \(23, 5\)"):
         next(every_image_once(images, PATCH, 23, COUNT))
     with pytest.raises(ValueError, match="2 images of 48 tokens do not fit"):
         pack(images, [0, 1], PATCH, 47, COUNT)
@@ -136,11 +122,6 @@ def test_a_crowd_is_of_the_smallest_images_there_are(place):
     grids[place] = (1, 3)
     drawn = (PATCH * grids[2][0], PATCH * grids[2][1])
     assert DataSet(images_of(grids[:1]), images_of(grids[1:2]), ("a",), PATCH, 1, 13, (drawn,)).crowd == 5
-
-
-def test_patches_are_row_by_row():
-    pixels = np.arange(4 * 6, dtype=np.uint8).reshape(4, 6, 1)
-    np.testing.assert_array_equal(np.rint((patchify(pixels, 2)[1] + 1) * 127.5), [2, 3, 8, 9])
 
 
 @pytest.mark.parametrize("name", DATA_SETS)
@@ -160,26 +141,6 @@ def test_data_sets(name):
     assert max(height * width for height, width in data.sample_sizes) <= data.longest * data.patch**2
     for image, same in zip(data.heldout.pixels, again.heldout.pixels, strict=True):
         np.testing.assert_array_equal(image, same)
-
-
-def test_digits_are_held_out_whole(monkeypatch):
-    """Each tenth digit is held out with all variants; the others have twelve each, with their label.
-
-    Of the first 100.
-    """
-    digits, labels = (part[:100] for part in sklearn.datasets.load_digits(return_X_y=True))
-    monkeypatch.setattr(sklearn.datasets, "load_digits", lambda return_X_y: (digits, labels))
-    held = np.arange(100) % 10 == 9
-    data, originals = DATA_SETS["digits"](0), digits.reshape(-1, 8, 8)
-    np.testing.assert_array_equal(data.train.labels, np.repeat(labels[~held], 12))
-    np.testing.assert_array_equal(data.heldout.labels, labels[held])
-    for images, of in ((data.train, np.repeat(originals[~held], 12, axis=0)), (data.heldout, originals[held])):
-        small = [
-            np.asarray(Image.fromarray(image[..., 0]).resize((8, 8), Image.Resampling.BOX), float)
-            for image in images.pixels
-        ]
-        alike = [np.corrcoef(image.ravel(), original.ravel())[0, 1] for image, original in zip(small, of, strict=True)]
-        assert np.mean(alike) > 0.8
 
 
 def save(file, height: int, width: int, color=(250, 10, 10)) -> None:
@@ -227,25 +188,6 @@ def test_grids_fit_and_keep_the_ratio(height, width, patch, longest):
     assert columns == 1 or columns * patch <= width
     if min(rows, columns) > 1:
         assert rows / (columns + 1) <= height / width <= (rows + 1) / columns
-
-
-def test_a_square_stays_one():
-    assert {fitting_grid(side, side, 4, 64) for side in range(32, 500)} == {(8, 8)}
-
-
-def test_an_image_keeps_its_ratio(tmp_path):
-    """A circle stays one after cropping; EXIF orientation is applied."""
-    image = Image.new("L", (200, 150))
-    ImageDraw.Draw(image).ellipse((25, 0, 175, 150), fill=255)
-    image.save(tmp_path / "circle.png")
-    pixels = read_image(tmp_path / "circle.png", 32, 6)
-    assert pixels.shape == (64, 64, 3)
-    assert (pixels[32, :, 0] > 127).sum() >= 62
-    assert (pixels[:, 32, 0] > 127).sum() >= 62
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter
-    image.save(tmp_path / "turned.jpg", exif=exif)
-    assert read_image(tmp_path / "turned.jpg", 4, 64).shape == (36, 24, 3)
 
 
 def test_folders_that_cannot_be_used(tmp_path):

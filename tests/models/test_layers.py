@@ -98,9 +98,3 @@ def test_the_diffusion_transformer_by_any_policy(policy, unroll, loops):
 def test_what_goes_to_the_host_needs_a_loop():
     with pytest.raises(ValueError, match="unroll with a policy that offloads carry, attention"):
         gradients_by(policy=OFFLOADED, unroll=True)
-
-
-def test_a_misspelt_name():
-    for unroll in (False, True):
-        with pytest.raises(ValueError, match=r"'mlpp', but no value of .* Did you mean 'mlp'"):
-            gradients_by(policy=Policy(keep=("mlpp",)), unroll=unroll)

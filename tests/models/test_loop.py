@@ -18,7 +18,6 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from models.data.packing import Documents
-from models.data.text import split
 from models.training import lm as train_lm
 from models.training.loop import (
     Measured,
@@ -34,7 +33,6 @@ from models.training.loop import (
 )
 from models.training.presets import Preset, of_bytes
 from models.training.report import MetricsLog, plot_report
-from models.training.schedule import make_learning_rate
 
 DENSE = dataclasses.replace(
     of_bytes(layers=1, width=8, heads=2, experts=1, top_k=1, hidden=8), experts=0, top_k=0, backend="xla"
@@ -48,71 +46,6 @@ def text(lengths) -> Documents:
 
 
 UNEVEN = text(np.random.default_rng(1).integers(2, 33, 80).tolist())
-
-
-def first_step(preset: Preset, batch, state=None):
-    graphdef, start = train_lm.init_state(preset, 0)
-    return train_lm.make_step(graphdef, preset)(start if state is None else state, place(batch), jax.random.key(0))
-
-
-def loss_of(preset: Preset, batch) -> float:
-    """The training loss of one micro-batch [1, B, T], without a step."""
-    graphdef, state = train_lm.init_state(preset, 0)
-    model = nnx.merge(graphdef, state.params, state.histories)
-    objective = nnx.jit(
-        lambda model, batch: train_lm.objective(preset, preset.pack, model, batch, jax.random.key(0))[0]
-    )
-    return float(objective(model, jax.tree.map(lambda x: x[0], batch)))
-
-
-def test_micro_batches_add_up_to_the_batch():
-    """Rows of unequal fill: every token has the same weight in any micro-batch."""
-    rows = train_lm.make_rows(dataclasses.replace(TINY, pack=False, buckets=1), UNEVEN)
-    whole, parts = (
-        train_lm.make_batches(dataclasses.replace(TINY, accumulate=count), UNEVEN, rows)(0) for count in (1, 4)
-    )
-    assert (whole.tokens.shape, parts.tokens.shape) == ((1, 4, 32), (4, 1, 32))
-    assert (
-        len({int(micro.counted()) for micro in (parts._replace(documents=documents) for documents in parts.documents)})
-        > 1
-    )
-    (one, metrics), (other, summed) = (
-        first_step(TINY, whole),
-        first_step(dataclasses.replace(TINY, accumulate=4), parts),
-    )
-    for name in ("loss", "gradient_norm", "fill", "tokens"):
-        np.testing.assert_allclose(getattr(summed, name), getattr(metrics, name), rtol=1e-5, err_msg=name)
-    moments = lambda state: [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
-    assert {leaf.dtype for leaf in moments(other)} == {jnp.dtype("float32")}
-    for left, right in zip(moments(one), moments(other), strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-9)
-
-
-def test_padding_and_the_ends_of_documents_are_not_learned():
-    """Padding affects neither loss nor gradient."""
-    batch = train_lm.make_batches(
-        TINY, UNEVEN, train_lm.make_rows(dataclasses.replace(TINY, pack=False, buckets=1), UNEVEN)
-    )(0)
-    outside = batch.documents < 0
-    assert outside.any()
-    noise = np.random.default_rng(2).integers(0, 256, batch.tokens.shape, dtype=np.uint8)
-    spoiled = batch._replace(
-        tokens=np.where(outside, noise, batch.tokens), targets=np.where(outside, noise, batch.targets)
-    )
-    (_, plain), (_, other) = first_step(TINY, batch), first_step(TINY, spoiled)
-    np.testing.assert_allclose(plain.loss, other.loss, rtol=1e-6)
-    np.testing.assert_allclose(plain.gradient_norm, other.gradient_norm, rtol=1e-5)
-
-
-def test_a_row_of_its_own_and_a_packed_one_give_the_same_loss():
-    """Over all data: without pack attention has no mask, and documents still attend only to themselves."""
-    losses = []
-    for pack in (True, False):
-        preset = dataclasses.replace(TINY, pack=pack, buckets=1)
-        (rows,) = train_lm.make_rows(preset, UNEVEN)
-        everything = train_lm.even_rows(UNEVEN, rows, rows.row_count, rows.row_count)
-        losses.append(loss_of(preset, everything))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_steps_of_unequal_data_share_two_programs():
@@ -242,20 +175,6 @@ def test_a_damaged_log(toy, tmp_path):
     plot_report(log.history, "nats", tmp_path / "report.png")
 
 
-def test_what_is_logged(toy, tmp_path):
-    run_steps(toy.training, toy.state(), Run(tmp_path, Console(file=io.StringIO())))
-    rows = lines_of(tmp_path)
-    assert [row["step"] for row in rows if "heldout" in row] == [1, 10, 20, 23]
-    rate = make_learning_rate(toy.schedule)
-    np.testing.assert_allclose([row["learning_rate"] for row in rows], [rate(step) for step in range(23)], rtol=1e-6)
-    assert {row["tokens"] for row in rows} == {4}
-    assert {row["fill"] for row in rows} == {1.0}
-    found = scalars_in(tmp_path / "tensorboard")
-    wanted = [(name, row["step"], value) for row in rows for name, value in row.items() if name != "step"]
-    assert [each[:2] for each in found] == [each[:2] for each in wanted]
-    np.testing.assert_allclose([each[2] for each in found], [each[2] for each in wanted], rtol=1e-6)
-
-
 def events_in(records: bytes):
     """TensorFlow's records: a length, its checksum, the event, its checksum."""
     while records:
@@ -274,19 +193,6 @@ def scalars_in(folder) -> list[tuple[str, int, float]]:
     return found
 
 
-def test_the_average_lags_behind(toy):
-    state, kernels = toy.state(), []
-    for number in range(3):
-        before = float(jax.tree.leaves(state.average)[0][0, 0])
-        state, _ = toy.training.step(state, place(toy.training.batches(number)), toy.training.key)
-        keep = (1 + number) / (10 + number)
-        kernels.append(
-            (before, *(float(jax.tree.leaves(tree)[0][0, 0]) for tree in (state.params, state.average)), keep)
-        )
-    for before, now, average, keep in kernels:
-        assert average == pytest.approx(keep * before + (1 - keep) * now, rel=1e-5)
-
-
 def test_batches_come_in_order_and_a_failure_is_the_callers():
     def batches(step: int) -> np.ndarray:
         if step == 5:
@@ -296,10 +202,3 @@ def test_batches_come_in_order_and_a_failure_is_the_callers():
     assert [int(batch[0]) for batch in prefetched(batches, 2, 5)] == [2, 3, 4]
     with pytest.raises(InterruptedError, match="no such step"):
         list(prefetched(batches, 3, 9))
-
-
-def test_an_evaluation_has_each_heldout_prediction_once():
-    corpus = split(text([40, 90, 300]))
-    heldout = train_lm.heldout_batches(dataclasses.replace(TINY, eval_windows=100), corpus.heldout)
-    assert heldout.tokens.shape[1:] == (4, 32)
-    assert heldout.counted() == sum(length - 1 for length in np.diff(corpus.heldout.offsets))

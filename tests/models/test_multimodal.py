@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxops.nn import AdaLNZeroBlock, AdaRMSNorm
-from models.decoder import Decoder
-from models.decoder.mlp import GatedUnit
-from models.dit.model import Attention as ImageAttention
-from models.dit.model import DiT, DiTConfig, position_embedding, waves
-from models.layers import stacked
+from models.dit.model import position_embedding, waves
 from models.multimodal.interleaved import Batch, Document, Room, Tokens, captioned, illustrated, lay_out
 from models.multimodal.loss import loss_fn, losses_of
 from models.multimodal.model import Multimodal, MultimodalConfig, layout_of
 from tests.arrays import put
 from tests.compare import assert_close
-from tests.models.test_decoder_parts import model_of as decoder_of
 from tests.models.test_interleaved import image_of, text_of
 
 CONFIG = MultimodalConfig(
@@ -96,157 +90,6 @@ def test_positions_and_ends():
     assert layout.visible_until[:17].tolist() == [1, 2, 4, 4, 5, 6, 7, 11, 11, 11, 11, 12, 13, 14, 17, 17, 17]
     assert layout.of_image.tolist() == [kind == "i" for kind in "ttiitttiiiitttiii" + 19 * "-"]
     assert layout.in_document.tolist() == 17 * [True] + 19 * [False]
-
-
-def test_a_row_sees_its_past_and_its_own_image_and_nothing_else():
-    """Each row is changed alone; the rows that change are those that see it."""
-    model, T = model_of(CONFIG), ROOM.rows
-    graphdef, state = nnx.split(model)
-    layout = layout_of(BATCH)
-    of_image = np.asarray(layout.of_image)
-
-    @jax.jit
-    def change(row):
-        tokens, patches = BATCH.tokens.at[row].set(17), BATCH.patches.at[row].add(3.0)
-        model = nnx.merge(graphdef, state)
-        return model(BATCH._replace(tokens=tokens, patches=patches), TIME)[0]
-
-    after = np.asarray(jax.lax.map(change, jnp.arange(T + 1)))
-    before = after[T]  # of no row
-    after = after[:T]
-    moved = np.abs(after - before[None]).max(axis=2).T  # [seer, changed]
-    sees = visible(BATCH)
-    assert of_image.sum() == 7
-    assert moved[~sees].max() == 0
-    assert moved[sees].min() > 1e-6
-    assert not before[END:].any(), "rows after the last document"
-
-
-def test_documents_are_as_if_each_came_alone():
-    model = model_of(CONFIG)
-    packed = outputs(model, batch_of(*DOCUMENTS), TIME)
-    offsets = batch_of(*DOCUMENTS).sequence_offsets
-    first = 0
-    for number, document in enumerate(DOCUMENTS):
-        time = np.zeros_like(TIME)
-        time[: len(document.parts)] = TIME[first : first + len(document.parts)]
-        first += len(document.parts)
-        alone = outputs(model, batch_of(document), time)
-        start, end = offsets[number : number + 2]
-        for got, want in zip(packed, alone, strict=True):
-            assert_close(got[start:end], want[: end - start], "float32", scale=4)
-
-
-def test_new_lengths_do_not_compile():
-    traced = []
-
-    @jax.jit
-    def run(state, batch, time):
-        traced.append(batch.tokens.shape)
-        return nnx.merge(graphdef, state)(batch, time)[0]
-
-    graphdef, state = nnx.split(model_of(CONFIG))
-    for documents in (DOCUMENTS, DOCUMENTS[:1], DOCUMENTS[1:], ()):
-        run(state, batch_of(*documents), TIME)
-    assert len(traced) == 1
-
-
-def as_decoder(model: Multimodal) -> Decoder:
-    """A decoder with the same weights."""
-    decoder = nnx.clone(decoder_of(model.config.decoder()))
-    blocks, ours = decoder.blocks, model.blocks
-    nnx.update(blocks.attention, nnx.state(ours.attention))
-    blocks.attention_norm.scale[...], blocks.mlp_norm.scale[...] = (ours.modulation.scale[:, i] for i in range(2))
-    moe = blocks.mlp.moe
-    for name in ("gate", "up", "down"):
-        getattr(moe, name)[...] = getattr(ours.moe.text, name)[...]
-    moe.router.kernel[...] = ours.moe.text.router.kernel[...]
-    nnx.update(decoder.embed, nnx.state(model.embed))
-    nnx.update(decoder.head, nnx.state(model.head))
-    decoder.norm.scale[...] = model.modulation.scale[0]
-    return decoder
-
-
-def test_text_alone_is_a_decoder():
-    """Logits of packed texts. Gradients: `test_gradients_are_those_of_a_dense_reference`."""
-    model = model_of(CONFIG)
-    decoder = as_decoder(model)
-    rng, lengths = np.random.default_rng(0), (7, 1, 12, 9)
-    texts = [rng.integers(1, 29, length).astype(np.int32) for length in lengths]
-    batch = batch_of(*(Document((text,)) for text in texts), room=ROOM._replace(predictions=32))
-    T = sum(lengths)
-    documents = np.repeat(np.arange(4), lengths).astype(np.int32)[None]
-    want = nnx.jit(lambda decoder: decoder(batch.tokens[None, :T], jnp.asarray(documents))[0][0])(decoder)
-    assert_close(outputs(model, batch, TIME)[0][:T], want, "float32", scale=4)
-
-
-class PlainUnit(GatedUnit):
-    def __call__(self, x):
-        return super().__call__(x)[0]
-
-
-def as_dit(model: Multimodal) -> DiT:
-    """A DiT with the same weights, RMS instead of layer norms, and gated units instead of its MLPs."""
-    c = model.config
-    sizes = DiTConfig(c.layers, c.width, c.heads, c.patch_values, 1, ROOM.rows, attention="xla", backend="xla")
-    unit = dataclasses.replace(c.decoder(), hidden=c.image_hidden, experts=0, top_k=0)
-    options = {"norm": "rms", "per": "sequence", "epsilon": c.norm_epsilon, "backend": "xla"}
-
-    def made() -> DiT:
-        dit, rngs = DiT(sizes, rngs=nnx.Rngs(0)), nnx.Rngs(0)
-        dit.blocks = stacked(
-            lambda rngs: AdaLNZeroBlock(
-                c.width,
-                c.width,
-                ImageAttention(sizes, rngs=rngs),
-                PlainUnit(unit, unit.hidden, rngs=rngs),
-                rngs=rngs,
-                **options,
-            ),
-            c.layers,
-            rngs,
-        )
-        dit.norm = AdaRMSNorm(c.width, c.width, per="sequence", epsilon=c.norm_epsilon, backend="xla", rngs=rngs)
-        return dit
-
-    dit = nnx.eval_shape(made)  # what is not set below is zero: biases that the model has not
-    nnx.update(dit, jax.tree.map(lambda p: put(np.zeros(p.shape), p.dtype), nnx.state(dit, nnx.Param)))
-    ours, blocks = model.blocks, dit.blocks
-    nnx.update(blocks.modulation, nnx.state(ours.modulation.head))
-    by_head = [
-        layer.kernel[...].reshape(c.layers, c.width, c.heads, -1)
-        for layer in (ours.attention.q, ours.attention.k, ours.attention.v)
-    ]
-    blocks.mixer.qkv.kernel[...] = jnp.stack(by_head, axis=3).reshape(blocks.mixer.qkv.kernel.shape)
-    blocks.mixer.out.kernel[...] = ours.attention.out.kernel[...]
-    for name in ("gate", "up", "down"):
-        getattr(blocks.mlp, name).kernel[...] = getattr(ours.moe.image, name)[:, 0]
-    nnx.update(dit.norm.modulation, nnx.state(model.modulation.head))
-    for name in ("enter", "time", "leave"):
-        nnx.update(getattr(dit, name), nnx.state(getattr(model, name)))
-    dit.label.embedding[...] = jnp.zeros_like(dit.label.embedding[...])
-    return dit
-
-
-def test_images_alone_are_a_dit():
-    """Velocities of packed images without text. The DiT's attention has no positions: an image's patches share one."""
-    config = dataclasses.replace(
-        CONFIG, heads=2, kv_heads=2, head_dim=8, qk_norm=False, image_experts=1, text_experts=1, top_k=1
-    )
-    model = model_of(config)
-    images = [image_of(2, 3), image_of(1, 1, seed=1), image_of(3, 4, seed=2)]
-    batch = batch_of(*(Document((image,)) for image in images))
-    (T, S), count = (ROOM.rows, ROOM.segments), int(batch.sequence_offsets[-1])
-
-    def ours(model):
-        return model.velocities(model(batch, TIME)[0])[:count]
-
-    def theirs(dit):
-        labels = jnp.zeros(S, jnp.int32)
-        return dit(batch.patches, TIME, labels, batch.segment_offsets, batch.grids)[:count]
-
-    assert_close(nnx.jit(ours)(model), nnx.jit(theirs)(as_dit(model)), "float32", scale=4)
-    assert count < T
 
 
 def reference(config: MultimodalConfig, p, batch, time) -> tuple[jax.Array, jax.Array]:
@@ -385,21 +228,9 @@ def test_rows_after_the_documents_reach_nothing():
 
 
 def test_an_even_load_has_the_smallest_balancing_loss():
-    """1, as of `jaxops.route`, whatever the share of each modality; and the router's, of text alone."""
-    config = dataclasses.replace(CONFIG, layers=1, top_k=1)
-    model = model_of(config)
-    batch = batch_of(Document((text_of(*range(1, 13)),)))
-    run = nnx.jit(lambda model, batch: model(batch, TIME)[1])
-    routed = run(model, batch)
-    decoder = as_decoder(model)
-    tokens = batch.tokens[None, :12]
-    _, theirs = nnx.jit(lambda decoder: decoder(tokens))(decoder)
-    assert_close(routed.aux_loss, theirs.aux_loss, "float32", scale=4)
-    np.testing.assert_array_equal(routed.load[:, :3], theirs.load)
+    """1, as of `jaxops.route`, whatever the share of each modality."""
+    model = nnx.clone(model_of(dataclasses.replace(CONFIG, layers=1, top_k=1)))
     for side in (model.blocks.moe.text, model.blocks.moe.image):
         side.router.kernel[...] = jnp.zeros_like(side.router.kernel[...])
-    try:
-        routed = run(model, BATCH)
-    finally:
-        model_of.cache_clear()
+    routed = nnx.jit(lambda model, batch: model(batch, TIME)[1])(model, BATCH)
     assert_close(routed.aux_loss, jnp.ones(1), "float32")

@@ -113,7 +113,6 @@ ALL: dict[str, tuple[str, Any, Any]] = {
     "freeze": ("--freeze blocks --freeze time|embed", lambda s: s.preset.freeze, ("blocks", "time|embed")),
     "save_every": ("--save-every 3", lambda s: s.run.save_every, 3),
     "resume": ("--resume --save-every 3", lambda s: s.resumed, True),
-    "stop_within": ("--stop-within 50", lambda s: s.run.stop_within, 50.0),
     "bad_steps": ("--bad-steps 5", lambda s: s.run.bad_steps, 5),
     "profile": ("--profile", lambda s: s.run.profile, True),
     "mesh": ("--mesh data=2,fsdp=2", lambda s: s.run.mesh and dict(s.run.mesh.shape)["fsdp"], 2),

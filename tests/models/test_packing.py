@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from models.data.packing import (
     Documents,
-    best_fit,
     choose_buckets,
     even_rows,
     one_a_row,
@@ -80,13 +79,6 @@ def test_a_document_a_row(lengths, most):
         check_rows(batch)
         seen += predictions_of(batch)
     assert sorted(seen) == all_predictions(lengths)
-
-
-@given(st.lists(st.integers(1, LENGTH), max_size=60))
-def test_best_fit_never_overfills(lengths):
-    rows = best_fit(np.array(lengths, np.int64), LENGTH)
-    assert np.bincount(rows, lengths).max(initial=0) <= LENGTH
-    assert set(rows) == set(range(len(set(rows))))
 
 
 def test_rows_are_full():

@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
-from tokenizers.models import BPE, Unigram, WordPiece
+from tokenizers.models import BPE, WordPiece
 
 from models.data.tokenizer import Bytes, HuggingFace
 from models.generate.streaming import TextStream
@@ -50,13 +50,6 @@ def test_what_may_be_a_stop_word_is_held_back():
     assert pieces_of("a ST", (" STOP",))[0] == ["a", "", "", "", " ST"]
 
 
-def test_bytes_that_are_no_character():
-    stream = TextStream(Bytes(), [])
-    assert [stream.add(token) for token in (0xE2, 0x61, 0xC3)] == ["", "\ufffda", ""]
-    assert stream.finish() == "\ufffd"
-    assert stream.text == "\ufffda\ufffd"
-
-
 def test_a_stop_word_that_is_empty():
     with pytest.raises(ValueError, match="a stop word is empty"):
         TextStream(Bytes(), [], ["a", ""])
@@ -77,15 +70,7 @@ KINDS = {
     "Llama 2": pieces(replaced(decoders.Strip(" ", 1, 0))),
     "Gemma": pieces(replaced()),
     "Metaspace": pieces(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
-    "without bytes": pieces(decoders.Metaspace()),
-    "no decoder": pieces(None),
-    "Unigram": (
-        Unigram([(piece, -1.0) for piece in PIECES], 0, byte_fallback=True),
-        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")]),
-    ),
     "WordPiece": (WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"), decoders.WordPiece()),
-    "suffixes": (BPE({piece: i for i, piece in enumerate(["a", "b</w>", "é</w>", "</w>"])}, []), decoders.BPEDecoder()),
-    "CTC": (BPE({piece: i for i, piece in enumerate(["<pad>", "a", "b", "|", "é"])}, []), decoders.CTC()),
     "ByteLevel": (
         BPE({piece: i for i, piece in enumerate([*ALPHABET, "Ġthe", "ä½ł", "ä½", "łå"])}, []),
         decoders.ByteLevel(),
@@ -151,13 +136,6 @@ def test_the_stop_word_that_ends_first(kinds):
     assert (stream.add(PIECES.index("n't")), stream.stopped, stream.finish()) == ("n", True, "")
 
 
-def test_a_prompt_that_ends_with_special_tokens(kinds):
-    tokenizer, special = kinds["Metaspace"], len(PIECES)
-    assert special in tokenizer.special
-    stream = TextStream(tokenizer, [PIECES.index("▁k")] + [special] * 20)
-    assert stream.add(PIECES.index("▁k")) == " k"
-
-
 @pytest.mark.parametrize("name", ["bytes", "Gemma", "ByteLevel"])
 def test_tokens_without_text_are_not_decoded_again_and_again(kinds, name, monkeypatch):
     counted, tokenizer = [], kinds[name]
@@ -168,28 +146,3 @@ def test_tokens_without_text_are_not_decoded_again_and_again(kinds, name, monkey
     assert {stream.add(token) for _ in range(2000)} == {""}
     assert stream.finish() == ("\ufffd" * 2000 if name == "bytes" else "")
     assert sum(counted) < 20 * 2000
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    """A tokenizer whose tokens have their space before them, which a text's first one has not."""
-    vocab = {"<unk>": 0, "▁one": 1, "▁two": 2, "o": 3, "</s>": 4, "▁": 5, "<0xC3>": 6, "<0xA9>": 7}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    made.decoder = tokenizers.decoders.Sequence(
-        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Metaspace(), tokenizers.decoders.Fuse()]
-    )
-    made.add_special_tokens(["</s>"])
-    file = tmp_path_factory.mktemp("words") / "tokenizer.json"
-    made.save(str(file))
-    return HuggingFace(file)
-
-
-def test_spaces_after_a_prompt(words):
-    """Also after a special token, which has no text, and a character of two tokens."""
-    stream = TextStream(words, [1, 1])
-    assert [stream.add(token) for token in (2, 3, 4, 1, 6, 7)] == [" two", "o", "", " one", "", "é"]
-    assert words.decode([1, 1, 2, 3, 4, 1, 6, 7]) == "one one" + stream.text
-    assert [TextStream(words, []).add(token) for token in (1, 2)] == ["one", "two"]
-    long = TextStream(words, [1] * 20)
-    assert [long.add(1) for _ in range(20)] == [" one"] * 20

@@ -198,15 +198,9 @@ def test_what_is_no_file(tmp_path, monkeypatch):
     (tmp_path / "pipe.txt").unlink()
     (tmp_path / "a.txt").write_text("a")
     denied = PermissionError(13, "Permission denied", "theirs")  # root may read everything
-    monkeypatch.setattr("os.scandir", lambda *_: (_ for _ in ()).throw(denied))
+    monkeypatch.setattr("pathlib.Path.iterdir", lambda *_: (_ for _ in ()).throw(denied))
     with pytest.raises(PermissionError, match="theirs cannot be read: Permission denied"):
         text_files([tmp_path])
     monkeypatch.setattr("pathlib.Path.read_bytes", lambda *_: (_ for _ in ()).throw(denied))
     with pytest.raises(PermissionError, match="theirs cannot be read: Permission denied"):
         prompts_of(tmp_path / "a.txt")
-
-
-def test_a_long_line(tmp_path):
-    text = "é" * 3_000_000
-    (tmp_path / "a.jsonl").write_bytes(json.dumps({"text": text}, ensure_ascii=False).encode())
-    assert read_texts([tmp_path]) == [text.encode()]

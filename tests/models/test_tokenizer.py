@@ -56,7 +56,7 @@ def test_the_post_processor_counts(tmp_path):
     tokenizer = HuggingFace(tmp_path / "tokenizer.json", end=0)
     assert tokenizer.encode("ab") == [0, 3]
     assert tokenizer.encode_rendered("ab")[0] == [3]
-    assert tokenize([b"ab", b"c"], tokenizer).tokens.tolist() == [0, 3, 0, 0, 7, 0]
+    assert tokenize([b"ab", b"c"], tokenizer).documents.tokens.tolist() == [0, 3, 0, 0, 7, 0]
 
 
 def test_a_saved_model_has_the_same_file(tmp_path):
@@ -120,7 +120,7 @@ def test_documents_that_end_with_zero(tmp_path):
     made = made_with()
     made.add_special_tokens(["<s>"])
     made.save(str(tmp_path / "tokenizer.json"))
-    found = tokenize([b"ab", b"ab <s>", b"<s>", b"<s> ab"], HuggingFace(tmp_path / "tokenizer.json", end=0))
+    found = tokenize([b"ab", b"ab <s>", b"<s>", b"<s> ab"], HuggingFace(tmp_path / "tokenizer.json", end=0)).documents
     assert isinstance(found, Documents)
     np.testing.assert_array_equal(found.tokens, [3, 0, 3, 0, 0, 0, 3, 0])
     np.testing.assert_array_equal(found.offsets, [0, 2, 4, 5, 8])

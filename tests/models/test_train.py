@@ -40,36 +40,6 @@ def test_the_command_that_generates(monkeypatch, capsys):
     assert "--prompts" in capsys.readouterr().out
 
 
-BOTH = (
-    "preset",
-    "config",
-    "set",
-    "steps",
-    "out",
-    "seed",
-    "backend",
-    "precision",
-    "data",
-    "save-every",
-    "resume",
-    "mesh",
-    "coordinator",
-    "processes",
-    "process-id",
-)
-
-
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [("lm", (*BOTH, "tokenizer", "init-from", "no-pack")), ("dit", BOTH), ("mm", (*BOTH, "tokenizer"))],
-)
-def test_help(command, options):
-    shown = CliRunner().invoke(app, [command, "--help"])
-    assert shown.exit_code == 0
-    for option in options:
-        assert option in shown.output
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

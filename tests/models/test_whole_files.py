@@ -10,39 +10,22 @@ from models.data.chat import template_of
 from models.training import config
 from models.training.whole_files import NAME, replace, verify, written_whole
 
-NAMES = [
-    "a b",
-    "a\\nb",
-    "a\nb",
-    "a\rb",
-    "\\",
-    "-x",
-    "*",
-    " x ",
-    "\u00fc",
-    "\u2028",
-    "\x85",
-    "\udcff",
-    "{}$HOME",
-    "z" * 255,
-]
+NAMES = ["a b", "-x", "*", " x ", "\u00fc", "\u2028", "\udcff", "{}$HOME"]
 
 
-@pytest.mark.parametrize("written", ["by us", "as text", "as binary"])
-def test_names(written, tmp_path):
+@pytest.mark.parametrize("flags", [None, [], ["--binary"]], ids=["by us", "as text", "as binary"])
+def test_names(flags, tmp_path):
     folder = tmp_path / "a\n[b]"
     with written_whole(folder) as new:
         for name in NAMES:
             (new / name).write_bytes(os.fsencode(name))
     assert sorted(os.listdir(folder)) == sorted([NAME, *NAMES])  # noqa: PTH208 - the names alone
-    verify(folder)
-    if written == "by us":
+    if flags is None:
         subprocess.run(["sha256sum", "--check", "--strict", "--quiet", NAME], cwd=folder, check=True)
     else:
-        flags = ["--binary"] if written == "as binary" else []
         made = subprocess.run(["sha256sum", *flags, "--", *NAMES], cwd=folder, capture_output=True, check=True)
         (folder / NAME).write_bytes(made.stdout)
-        verify(folder)
+    verify(folder)
     for name in NAMES:
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(b"other")
@@ -50,14 +33,12 @@ def test_names(written, tmp_path):
             verify(folder)
         assert str(caught.value).startswith(f"{folder / name} is not what")
         (folder / name).write_bytes(content)
-    (folder / "a\nb").unlink()
-    with pytest.raises(ValueError, match="a\nb is missing"):
+    (folder / "a b").unlink()
+    with pytest.raises(ValueError, match="a b is missing"):
         verify(folder)
 
 
-@pytest.mark.parametrize(
-    "line", ["", "0" * 63 + "  a", "0" * 64 + "  a/b", "\\" + "0" * 64 + "  a\\tb", "0" * 64 + "  "]
-)
+@pytest.mark.parametrize("line", ["", "0" * 63 + "  a", "0" * 64 + "  a/b", "0" * 64 + "  "])
 def test_no_line(line, tmp_path):
     (tmp_path / NAME).write_text(f"{line}\n", "utf-8")
     with pytest.raises(ValueError, match=r"SHA256SUMS, line 1: .* is no checksum and file name"):

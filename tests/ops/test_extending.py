@@ -1,5 +1,5 @@
-"""The examples of docs/extending.md, as they stand there: the epilogue on a Hopper GPU or in the simulator, and as it is
-compiled; the FP8 recipe; the op, with tuner and contracts."""
+"""The examples of docs/extending.md, as they stand there: the epilogue on a Hopper GPU or in the simulator, and compiled;
+the FP8 recipe; the op, with tuner and contracts."""
 
 import importlib
 import importlib.util
@@ -79,7 +79,7 @@ def test_compiled(tmp_path):
 def test_recipe(monkeypatch):
     """Rowwise's forward, and the gradients of the product in bfloat16, to the bit."""
     (source,) = (block for block in BLOCKS if block.startswith("Recipe("))
-    recipe = eval(source, vars(recipes))
+    recipe = eval(source, dict(vars(recipes)))
     monkeypatch.setitem(RECIPES, recipe.name, recipe)
     rng = np.random.default_rng(0)
     x, w, dy = (put(rng.normal(size=shape), "bfloat16") for shape in ((40, 136), (136, 72), (40, 72)))
@@ -137,7 +137,7 @@ def test_the_tools_know_the_op(op):
     assert name == OP
     x, gate = tuned.tensors(problem)
     (sizes,) = tuned.splits(problem)
-    offsets = put(np.concatenate([[0], np.cumsum(sizes)]), "int32")
+    offsets = put(np.concatenate([[0], np.cumsum(np.asarray(sizes))]), "int32")
     for tiles in tuning.candidates(problem, "fwd", "pallas", H200):
         with on_h200():
             traced = jax.jit(lambda *given, tiles=tiles: tuned.run("fwd", problem, op.Plan(fwd=tiles), *given))

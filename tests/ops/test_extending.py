@@ -1,5 +1,5 @@
-"""The examples of docs/extending.md, as they stand there: the epilogue on a Hopper GPU or in the simulator, and compiled;
-the FP8 recipe; the op, with tuner and contracts."""
+"""The examples of docs/extending.md, as they stand there: the epilogue on a Hopper GPU or in the simulator, the FP8
+recipe, the op."""
 
 import importlib
 import importlib.util

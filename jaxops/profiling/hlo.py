@@ -1,27 +1,27 @@
-"""The lines of a compiled program's text, by name. What they cost is XLA's to say (`jaxops.profiling.costs`)."""
+"""The instructions of a compiled program: what launches a kernel, where in the model it stands, what it multiplies."""
 
 import collections
-import dataclasses
-import functools
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
 
 from jaxops.profiling.scopes import Scope, scope_of
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
-_LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][a-z0-9\-]*)\((.*)$")
-_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
-_CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|condition|branch_computations|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
-)
-_RUNS_LINES = ("while", "conditional", "call", "async-start")  # of what they call, each line may launch a kernel
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][a-z0-9\-]*)\((.*?)\)(?=, [a-z]|$)(.*)$", re.MULTILINE)
+_OPERAND = re.compile(r"(?:^|, )(.*?) %([\w.\-]+)")
+_ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d\w*)\[([\d,<=]*)\]")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|branch_computations|called_computations)=(\{[^}]*\}|%\S+)")
+_KINDS = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
 
 
 class Array(NamedTuple):
     """An array type: "bf16" and its sizes."""
 
-    dtype: str
+    kind: str
     dims: tuple[int, ...]
 
     @property
@@ -29,127 +29,102 @@ class Array(NamedTuple):
         return math.prod(self.dims)
 
     @property
+    def dtype(self) -> str:
+        """JAX's word, such as "bfloat16"."""
+        if self.kind in ("pred", "bf16"):
+            return {"pred": "bool", "bf16": "bfloat16"}[self.kind]
+        return re.sub(r"^float8(?=e)", "float8_", _KINDS[self.kind[0]] + self.kind[1:])
+
+    @property
     def bytes(self) -> int:
-        bits = {"pred": 8, "c64": 64, "c128": 128}.get(self.dtype) or int((re.findall(r"\d+", self.dtype) or ["0"])[0])
-        return -(-self.size * bits // 8)
+        return self.size * jnp.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+        return f"{self.kind}[{','.join(map(str, self.dims))}]"
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """One line of HLO: `name = type opcode(operands), attributes`."""
+class Instruction(NamedTuple):
+    """One line of HLO: `name = type opcode(operands), attributes`. An operand is its type and name."""
 
     name: str
     type: str
     opcode: str
-    operands: tuple[str, ...]
+    operands: list[tuple[str, str]]
     attributes: str
     line: str
 
-    @functools.cached_property
-    def arrays(self) -> tuple[Array, ...]:
-        """Of the result; several for a tuple."""
-        return tuple(
-            Array(kind, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
-            for kind, sizes in _ARRAY.findall(self.type)
-        )
-
-    @functools.cached_property
-    def calls(self) -> tuple[str, ...]:
+    @property
+    def calls(self) -> list[str]:
         """Names of the computations that it runs: a fusion's, a loop's body and condition."""
-        return tuple(name for names in _CALLED.findall(self.attributes) for name in re.findall(r"%([\w.\-]+)", names))
+        return [name for names in _CALLED.findall(self.attributes) for name in re.findall(r"%([\w.\-]+)", names)]
 
-    @functools.cached_property
-    def op_name(self) -> str:
-        """JAX's path of the primitive, through transformations and named scopes; empty if XLA dropped it."""
-        path = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return path[1].replace("\\'", "'") if path else ""
-
-    @functools.cached_property
-    def target(self) -> str:
-        """Of a custom call."""
-        target = re.search(r'custom_call_target="([^"]*)"', self.attributes)
-        return target[1] if target else ""
+    def text(self, attribute: str) -> str:
+        """The value of an attribute between quotation marks; empty without it."""
+        value = re.search(rf'\b{attribute}="((?:[^"\\]|\\.)*)"', self.attributes)
+        return value[1].replace("\\'", "'") if value else ""
 
 
-@dataclasses.dataclass(frozen=True)
+def arrays(type_text: str) -> list[Array]:
+    """Those of an instruction's type; several for a tuple."""
+    return [
+        Array(kind, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
+        for kind, sizes in _ARRAY.findall(type_text)
+    ]
+
+
 class Module:
-    """A program: its computations by name, called ones before their callers, their text, and the classes of its calls
-    by stack frame."""
+    """A compiled program.
 
-    name: str
-    computations: dict[str, dict[str, Instruction]]
-    texts: dict[str, str]
-    entry: str
-    classes: dict[int, tuple[str, ...]]
+    Attributes:
+      name: such as "jit_step".
+      instructions: of all computations, by name.
+      texts: of the computations, by name; called ones before their callers.
+      named_kernels: instructions by the kernels that XLA names after them.
+    """
 
-    @functools.cached_property
-    def instructions(self) -> dict[str, tuple[Instruction, dict[str, Instruction]]]:
-        """By name: an instruction, and those of its computation."""
-        return {name: (each, inside) for inside in self.computations.values() for name, each in inside.items()}
-
-    @functools.cached_property
-    def launched(self) -> dict[str, tuple[Instruction, dict[str, Instruction]]]:
-        """As `instructions`, without those inside fusions and reductions: those that can launch a kernel."""
-        fused = {
-            called for each, _ in self.instructions.values() if each.opcode not in _RUNS_LINES for called in each.calls
+    def __init__(self, text: str):
+        header = re.search(r"^HloModule ([\w.\-<>]+)", text, re.MULTILINE)
+        self.name = header[1] if header else ""
+        self.texts = {each[1]: each[0] for each in _COMPUTATION.finditer(text)}
+        self._inside = {
+            name: [_instruction(line) for line in _LINE.finditer(text)] for name, text in self.texts.items()
         }
-        outside = [inside for name, inside in self.computations.items() if name not in fused]
-        return {name: (each, inside) for inside in outside for name, each in inside.items()}
+        self.instructions = {each.name: each for inside in self._inside.values() for each in inside}
+        self.named_kernels = {name.replace(".", "_"): name for name in self.instructions}
+        self._classes = _classes(text.partition("{\n")[0])
 
     def inner(self, instruction: Instruction) -> list[Instruction]:
         """All instructions of the computations that it runs, those that they run included."""
-        lines = [each for name in instruction.calls for each in self.computations.get(name, {}).values()]
-        return lines + [each for line in lines if line.calls for each in self.inner(line)]
+        lines = [each for name in instruction.calls for each in self._inside.get(name, ())]
+        return lines + [each for line in lines for each in self.inner(line)]
+
+    def scope(self, instruction: Instruction) -> Scope:
+        """Where in the model it comes from; of a fusion that has no scope, the commonest scope inside.
+
+        Without named scopes the path has the classes whose `__call__` was running, as far as XLA knows the stack.
+        """
+        own = self._own_scope(instruction)
+        if own.path:
+            return own
+        inner = collections.Counter(scope for each in self.inner(instruction) if (scope := self._own_scope(each)).path)
+        return inner.most_common(1)[0][0] if inner else own
+
+    def _own_scope(self, instruction: Instruction) -> Scope:
+        scope = scope_of(instruction.text("op_name"))
+        frame = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
+        return scope if scope.path or not frame else scope._replace(path=self._classes.get(int(frame[1]), ()))
 
 
-def parse(text: str) -> Module:
-    """Reads `compiled.as_text()`."""
-    header = re.search(r"^HloModule ([\w.\-<>]+)", text, re.MULTILINE)
-    computations: dict[str, dict[str, Instruction]] = {}
-    texts: dict[str, str] = {}
-    entry = ""
-    for computation in _COMPUTATION.finditer(text):
-        name = computation[2]
-        entry = name if computation[1] else entry
-        texts[name] = computation[0]
-        lines = (_LINE.match(line) for line in computation[3].splitlines())
-        computations[name] = {line[2]: _instruction(line) for line in lines if line}
-    head = text.partition("{\n")[0]
-    return Module(header[1] if header else "", computations, texts, entry, _classes(head))
+def _instruction(line: re.Match[str]) -> Instruction:
+    name, result, opcode, operands, attributes = line.groups()
+    return Instruction(name, result, opcode, _OPERAND.findall(operands), attributes, line[0].strip())
 
 
-def _instruction(line: re.Match) -> Instruction:
-    depth, end = 1, 0
-    for bracket in re.finditer(r"[()]", line[5]):
-        depth += 1 if bracket[0] == "(" else -1
-        if not depth:
-            end = bracket.start()
-            break
-    operands, attributes = line[5][:end], line[5][end + 1 :]
-    names = tuple(re.findall(r"%([\w.\-]+)", operands))
-    attributes = f"{operands} {attributes}" if line[4] == "parameter" else attributes
-    return Instruction(line[2], line[3], line[4], names, attributes, line[0].strip())
-
-
-def scope_in(instruction: Instruction, module: Module) -> Scope:
-    """Where in the model it comes from; of a fusion that has no scope, the commonest scope inside.
-
-    Without named scopes the path has the classes whose `__call__` was running, as far as XLA knows the stack.
-    """
-    own = _own_scope(instruction, module)
-    if own.path:
-        return own
-    inner = collections.Counter(scope for each in module.inner(instruction) if (scope := _own_scope(each, module)).path)
-    return inner.most_common(1)[0][0] if inner else own
-
-
-def _own_scope(instruction: Instruction, module: Module) -> Scope:
-    scope = scope_of(instruction.op_name)
-    frame = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
-    return scope if scope.path or not frame else scope._replace(path=module.classes.get(int(frame[1]), ()))
+def module_of(executable: Any) -> Module:
+    """Of a program as `compiled.runtime_executable()` or the backend's `live_executables()` give it."""
+    options = _hlo.HloPrintOptions()
+    options.print_operand_shape = True
+    return Module(executable.hlo_modules()[0].to_string(options))
 
 
 def _classes(head: str) -> dict[int, tuple[str, ...]]:

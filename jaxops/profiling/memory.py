@@ -1,21 +1,32 @@
-"""The peak of device memory that a compiled program needs, and the arrays that hold it, from XLA's own record."""
+"""The peak of device memory that a compiled program needs, and its largest arrays, from XLA's buffer assignment.
 
+XLA writes `BufferAssignmentProto` of each loaded program into every profile. No library that jaxops needs has XLA's
+classes, so fields are read by their numbers in xla/service/hlo.proto and tsl/profiler/protobuf/xplane.proto.
+"""
+
+import collections
 import dataclasses
 import pathlib
 import tempfile
 import types
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
+from google.protobuf import empty_pb2, unknown_fields
+from google.protobuf.message import DecodeError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jaxops._lib.terminal import as_text
 from jaxops.offload.reports import sizes
-from jaxops.profiling import assignment, hlo, trace
+from jaxops.profiling import trace
+from jaxops.profiling.hlo import Module, arrays, module_of
 from jaxops.profiling.scopes import Stage, own_metadata
 from jaxops.profiling.tables import bytes_text, cut, table
 
 _ROWS = 15
+_HOST = 5  # memory space
+Kind = Literal["argument", "output", "temporary"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +42,9 @@ class Holder:
     """
 
     bytes: int
-    kind: assignment.Kind
-    scope: str
-    shape: str
+    kind: Kind
+    scope: str = ""
+    shape: str = ""
     stage: Stage | None = None
 
 
@@ -46,8 +57,8 @@ class Memory:
       argument_bytes, temporary_bytes: XLA's figures; temporaries with the gaps between them.
       output_bytes: of results that are not written into donated arguments.
       host_bytes: in host memory, of all three kinds.
-      holders: what is live at the peak, largest first; empty if it is unknown.
-      notes: how the holders were found, and what is unknown.
+      holders: largest first; empty if they are unknown. Temporaries are the largest ones that share no memory: XLA
+        puts one where another one's life is over.
     """
 
     peak_bytes: int
@@ -56,7 +67,6 @@ class Memory:
     temporary_bytes: int
     host_bytes: int
     holders: tuple[Holder, ...]
-    notes: tuple[str, ...]
 
     @property
     def unexplained_bytes(self) -> int:
@@ -65,48 +75,38 @@ class Memory:
 
     def by_scope(self, depth: int | None = None) -> dict[str, int]:
         """Bytes of the holders by scope, largest first: by its first `depth` parts, or by all."""
-        totals: dict[str, int] = {}
+        totals: collections.Counter[str] = collections.Counter()
         for each in self.holders:
-            scope = "/".join(each.scope.split("/")[:depth])
-            totals[scope] = totals.get(scope, 0) + each.bytes
-        return dict(sorted(totals.items(), key=lambda item: -item[1]))
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return dataclasses.asdict(self) | {"unexplained_bytes": self.unexplained_bytes}
+            totals["/".join(each.scope.split("/")[:depth])] += each.bytes
+        return dict(totals.most_common())
 
     def __rich__(self) -> RenderableType:
-        return memory_table(self.to_dict())
+        head = (
+            f"{bytes_text(self.peak_bytes)} at the peak: {bytes_text(self.argument_bytes)} arguments, "
+            f"{bytes_text(self.output_bytes)} outputs, {bytes_text(self.temporary_bytes)} temporaries"
+        )
+        head += f"; {bytes_text(self.host_bytes)} in host memory" if self.host_bytes else ""
+        if not self.holders:
+            return Text(f"{head}; XLA hands out no record of the arrays")
+        alike: dict[Holder, int] = collections.Counter(self.holders)
+        rows = sorted(alike.items(), key=lambda row: -row[0].bytes * row[1])
+        shown = table("array", "bytes", "share", "kind", "stage", "computed in", numbers=(1, 3))
+        for each, count in rows[:_ROWS]:
+            name, total = f"{count} x {each.shape}" if count > 1 else each.shape, count * each.bytes
+            share = f"{total / max(self.peak_bytes, 1):.1%}"
+            scope = cut(each.scope or "(unknown)", 64)
+            shown.add_row(name, bytes_text(total), share, each.kind, each.stage or "", scope)
+        if rest := rows[_ROWS:]:
+            shown.add_row(f"{len(rest)} others", bytes_text(sum(each.bytes * count for each, count in rest)))
+        shown.add_row("gaps, padding", bytes_text(self.unexplained_bytes))
+        return Group(Text(head), shown)
 
     def __str__(self) -> str:
         return as_text(self)
 
 
-def memory_table(memory: dict[str, Any]) -> RenderableType:
-    """The peak, from `Memory.to_dict()`, and its largest arrays; equal ones together."""
-    parts = (f"{bytes_text(memory[f'{part}_bytes'])} {part}s" for part in ("argument", "output", "temporary"))
-    head = f"{bytes_text(memory['peak_bytes'])} at the peak: {', '.join(parts)}".replace("temporarys", "temporaries")
-    head += f"; {bytes_text(memory['host_bytes'])} in host memory" if memory["host_bytes"] else ""
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for each in memory["holders"]:
-        key = each["kind"], each["stage"] or "", each["shape"], each["scope"] or "(unknown)"
-        alike.setdefault(key, []).append(each["bytes"])
-    rows = sorted(alike.items(), key=lambda row: -sum(row[1]))
-    arrays = table("array", "bytes", "share", "kind", "stage", "computed in", numbers=(1, 3))
-    for (kind, stage, shape, scope), each in rows[:_ROWS]:
-        share = f"{sum(each) / max(memory['peak_bytes'], 1):.1%}"
-        count = f"{len(each)} x " if len(each) > 1 else ""
-        arrays.add_row(f"{count}{shape}", bytes_text(sum(each)), share, kind, stage, cut(scope, 64))
-    if rest := rows[_ROWS:]:
-        arrays.add_row(f"{len(rest)} others", bytes_text(sum(sum(each) for _, each in rest)), "", "", "", "")
-    if rows:
-        arrays.add_row("gaps, padding", bytes_text(memory["unexplained_bytes"]), "", "", "", "")
-    notes = [Text(f"note: {note}", style="dim") for note in memory["notes"]]
-    return Group(Text(head), *([arrays] if rows else []), *notes)
-
-
 def memory(step: Any, *args: Any, **kwargs: Any) -> Memory:
-    """The peak of device memory that a step needs, and the arrays that hold it then.
+    """The peak of device memory that a step needs, and the arrays that hold it.
 
     Nothing runs. XLA reserves temporaries as one block, so the peak is the sum of arguments, outputs and that block.
 
@@ -137,19 +137,17 @@ def memory(step: Any, *args: Any, **kwargs: Any) -> Memory:
 
 def memory_of(executable: Any) -> Memory:
     """`memory` of a program as `compiled.runtime_executable()` or the backend's `live_executables()` give it."""
-    stats = executable.get_compiled_memory_stats()
+    stats, module = executable.get_compiled_memory_stats(), module_of(executable)
     reserved = types.SimpleNamespace(memory_analysis=lambda: stats)
     arguments, outputs, temporaries = sizes(reserved)
-    module = hlo.parse(executable.hlo_modules()[0].to_string())
-    notes: list[str] = []
-    holders: list[Holder] = []
     try:
-        if record := _record(executable, module):
-            holders = [_holder(each, module) for each in assignment.held_at_peak(*record)]
-        else:
-            notes.append("the arrays at the peak are unknown: XLA hands out no record of its buffers here.")
-    except ValueError as error:
-        notes.append(f"the arrays at the peak are unknown: XLA's record of its buffers is unreadable ({error})")
+        with tempfile.TemporaryDirectory() as folder:
+            with trace.recording(folder):
+                pass
+            record = _record(pathlib.Path(folder), executable, module)
+        holders = [_holder(each, module) for each in _buffers(record)] if record else []
+    except (trace.ProfilerBusy, DecodeError):
+        holders = []
     return Memory(
         peak_bytes=arguments + outputs + temporaries,
         argument_bytes=arguments,
@@ -157,31 +155,104 @@ def memory_of(executable: Any) -> Memory:
         temporary_bytes=temporaries,
         host_bytes=sum(sizes(reserved, "host_")),
         holders=tuple(sorted(holders, key=lambda each: -each.bytes)),
-        notes=tuple(notes),
     )
 
 
-def _record(executable: Any, module: hlo.Module) -> tuple[bytes, bytes] | None:
-    """XLA's module and its record of the buffers, serialized."""
-    if record := getattr(executable.get_compiled_memory_stats(), "serialized_buffer_assignment_proto", b""):
-        return executable.hlo_modules()[0].as_serialized_hlo_module_proto(), record
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            with trace.recording(folder):
-                pass
-            entry = set(module.computations.get(module.entry, ()))
-            return assignment.in_profile(pathlib.Path(folder), module.name, entry)
-    except trace.ProfilerBusy:
-        return None
+class _Buffer(NamedTuple):
+    bytes: int
+    kind: Kind
+    instruction: str
+    result: int  # of the instruction's tuple
 
 
-def _holder(held: assignment.Held, module: hlo.Module) -> Holder:
-    instruction = module.instructions.get(held.instruction, (None,))[0]
+def _holder(buffer: _Buffer, module: Module) -> Holder:
+    instruction = module.instructions.get(buffer.instruction)
     if instruction is None:
-        return Holder(held.bytes, held.kind, "", "")
-    arrays = instruction.arrays
-    shape = str(arrays[held.leaf]) if held.leaf < len(arrays) else ""
-    if held.kind == "argument":
-        return Holder(held.bytes, held.kind, instruction.op_name or instruction.name, shape)
-    scope = hlo.scope_in(instruction, module)
-    return Holder(held.bytes, held.kind, "/".join(filter(None, (*scope.path, scope.primitive))), shape, scope.stage)
+        return Holder(buffer.bytes, buffer.kind)
+    shape = str(dict(enumerate(arrays(instruction.type))).get(buffer.result, ""))
+    if buffer.kind == "argument":
+        return Holder(buffer.bytes, buffer.kind, instruction.text("op_name") or instruction.name, shape)
+    scope = module.scope(instruction)
+    return Holder(buffer.bytes, buffer.kind, "/".join(filter(None, (*scope.path, scope.primitive))), shape, scope.stage)
+
+
+_Fields = dict[int, list[Any]]  # by number: ints, and bytes of strings and messages
+
+
+def _record(folder: pathlib.Path, executable: Any, module: Module) -> tuple[_Fields, _Fields] | None:
+    """The HloModuleProto and the BufferAssignmentProto of a program in a profile's files; None if it is not there.
+
+    Of programs with the same name and instructions, that whose results lie in the same arguments.
+    """
+    records: list[tuple[_Fields, _Fields]] = []
+    for file in folder.rglob("*.xplane.pb"):
+        for plane in _messages(_fields(file.read_bytes()), 1):
+            for program in _messages(plane, 4) if plane.get(2) == [b"/host:metadata"] else ():
+                metadata = next(_messages(program, 2))
+                if metadata[2][0].decode().partition("(")[0] != module.name:
+                    continue
+                for hlo in (_fields(value) for stat in _messages(metadata, 5) for value in stat.get(6, ())):
+                    if 1 in hlo and 3 in hlo:
+                        records.append((next(_messages(hlo, 1)), next(_messages(hlo, 3))))
+    names = module.instructions.keys()
+    same = [each for each in records if names <= {line[1][0].decode() for line in _lines(each[0])}]
+    aliases = _fields(executable.hlo_modules()[0].as_serialized_hlo_module_proto()).get(8)
+    return max(same, key=lambda each: each[0].get(8) == aliases, default=None)
+
+
+def _buffers(record: tuple[_Fields, _Fields]) -> Iterator[_Buffer]:
+    """Arguments, results in memory of their own, and the largest temporaries that share no memory."""
+    module, assignment = record
+    names = {_number(line, 35): line[1][0].decode() for line in _lines(module)}
+    values = {_number(value, 1): value for value in _messages(assignment, 1)}
+    for block in _messages(assignment, 3):
+        is_argument, is_output = _number(block, 5), _number(block, 7)
+        is_table = is_output and _number(block, 11)  # the addresses of a tuple's arrays
+        is_thread_local, is_constant = _number(block, 3), _number(block, 12)
+        if is_table or is_thread_local or is_constant or _number(block, 8) == _HOST:
+            continue
+        kind: Kind = "argument" if is_argument else "output" if is_output else "temporary"
+        places = [[_number(place, field) for field in (1, 2, 3)] for place in _messages(block, 9)]
+        chosen: list[tuple[int, int]] = []
+        for value, offset, size in sorted(places, key=lambda place: -place[2]):
+            if any(offset < end and start < offset + size for start, end in chosen):
+                continue
+            chosen.append((offset, offset + size))
+            at = next(_messages(values[value], 3))
+            result = _numbers(at[3][0])[-1] if 3 in at else 0
+            name = names.get(_number(at, 4), "")
+            yield _Buffer(size if kind == "temporary" else _number(block, 2), kind, name, result)
+            if kind != "temporary":
+                break
+
+
+def _lines(module: _Fields) -> Iterator[_Fields]:
+    for computation in _messages(module, 3):
+        yield from _messages(computation, 2)
+
+
+def _messages(message: _Fields, field: int) -> Iterator[_Fields]:
+    return map(_fields, message.get(field, ()))
+
+
+def _fields(message: bytes) -> _Fields:
+    values: _Fields = {}
+    for field in unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(message)):
+        values.setdefault(field.field_number, []).append(field.data)
+    return values
+
+
+def _number(message: _Fields, field: int) -> int:
+    """Zeros are not written."""
+    return message.get(field, [0])[-1]
+
+
+def _numbers(packed: bytes) -> list[int]:
+    """Those of a packed field."""
+    numbers, value, bits = [], 0, 0
+    for byte in packed:
+        value, bits = value | (byte & 127) << bits, bits + 7
+        if byte < 128:
+            numbers.append(value)
+            value = bits = 0
+    return numbers

@@ -3,13 +3,13 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxops.profiling import trace
-from jaxops.profiling.building import Recording, build
+from jaxops.profiling.building import Recording, build, largest_program, programs_of
 from jaxops.profiling.machine import ceilings
 from jaxops.profiling.report import Report
 from jaxops.profiling.scopes import own_metadata
@@ -21,10 +21,9 @@ _WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 class Profiled:
     """A step function that is profiled by its calls: put it in the place of the step, and loop on.
 
-    After `warmup` calls it times `steps` calls without the profiler, then records `steps` calls. If CUDA graphs hid
-    which instructions launched the kernels, one more call runs the program compiled without them. From then on it is
-    the step. It waits for results only between these parts. Each call returns the step's own result, and no argument is
-    copied.
+    After `warmup` calls it times `steps` calls. The next call compiles the step without CUDA graphs, which hide the
+    instructions that launch kernels; `steps` calls of that program are recorded. From then on it is the step. It waits
+    for results only between these parts. Each call returns the step's own result, and no argument is copied.
 
     The card's ceilings are measured at the first call, if they never were.
 
@@ -46,19 +45,21 @@ class Profiled:
         functools.update_wrapper(self, step, updated=())
         self._step, self._steps, self._warmup = step, steps, warmup
         self._calls = 0
-        self._recording = Recording(steps)
+        self._without_graphs: Any = None
         self._profiler = contextlib.ExitStack()
-        self._began = 0.0
+        self._events: list[trace.Event] = []
+        self._began_s, self._step_us = 0.0, 0.0
+        self._recording: Recording | None = None
 
     @property
     def calls_needed(self) -> int:
-        """Calls until it is done, at most."""
+        """Calls until it is done."""
         return self._warmup + 2 * self._steps + 1
 
     @property
     def done(self) -> bool:
         """Whether the calls that a report needs have been made."""
-        return self._recording.complete
+        return self._recording is not None
 
     @functools.cached_property
     def report(self) -> Report:
@@ -67,10 +68,10 @@ class Profiled:
         Raises:
           RuntimeError: too few calls were made.
         """
-        if not self.done:
+        if self._recording is None:
             raise RuntimeError(
                 f"the step was called {self._calls} times; its profile needs {self.calls_needed}: {self._warmup} to "
-                f"warm up, {self._steps} timed and {self._steps} recorded, and one without CUDA graphs."
+                f"warm up, {self._steps} timed, one that compiles without CUDA graphs, and {self._steps} recorded."
             )
         return build(self._recording, ceilings())
 
@@ -78,57 +79,50 @@ class Profiled:
         if self.done:
             return self._step(*args, **kwargs)
         number, self._calls = self._calls, self._calls + 1
-        first_timed, first_recorded = self._warmup, self._warmup + self._steps
+        first_timed, compiling = self._warmup, self._warmup + self._steps
+        if number == 0:
+            ceilings()  # before anything is recorded
         try:
-            if number < first_timed:
-                return self._warm_up(number, args, kwargs)
-            if number == first_recorded + self._steps:
-                return self._call_without_graphs(args, kwargs)
-            if number == first_recorded:
-                self._recording.events = self._profiler.enter_context(trace.recorded())
-            if number in (first_timed, first_recorded):
-                self._began = time.perf_counter()
-            result = self._step(*args, **kwargs)
-            if number in (first_recorded - 1, first_recorded + self._steps - 1):
+            if number == compiling + 1:
+                self._events = self._profiler.enter_context(trace.recorded())
+            if number in (first_timed, compiling + 1):
+                self._began_s = time.perf_counter()
+            result = self._run(number, args, kwargs)
+            if number + 1 in (first_timed, compiling, compiling + 1, self.calls_needed):
                 jax.block_until_ready(result)
-                self._end_part((time.perf_counter() - self._began) * 1e6 / self._steps)
+                us = (time.perf_counter() - self._began_s) * 1e6 / self._steps
+                if number + 1 == compiling:
+                    self._step_us = us
+                elif number + 1 == self.calls_needed:
+                    self._profiler.close()
+                    self._recording = self._recorded(us)
             return result
         except BaseException:
             self._profiler.close()
             raise
 
-    def _warm_up(self, number: int, args, kwargs):
-        if number == 0:
-            ceilings()  # measured before anything is recorded, if they never were
-        with own_metadata():
-            last = number == self._warmup - 1
-            if last and hasattr(self._step, "lower"):
-                compiled = self._step.lower(*args, **kwargs).compile()  # pyright: ignore[reportFunctionMemberAccess]
-                self._recording.executable = compiled.runtime_executable()
-            result = self._step(*args, **kwargs)
-        return jax.block_until_ready(result) if last else result
+    def _run(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if number < self._warmup:
+            with own_metadata():
+                return self._step(*args, **kwargs)
+        if number < self._warmup + self._steps or not hasattr(self._step, "lower"):
+            return self._step(*args, **kwargs)
+        if self._without_graphs is None:
+            with own_metadata():
+                lowered = self._step.lower(*args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
+                self._without_graphs = lowered.compile(compiler_options=_WITHOUT_GRAPHS)
+        try:
+            return self._without_graphs(*args, **kwargs)
+        except TypeError:  # static arguments: a compiled program does not take them
+            return self._step(*args, **kwargs)
 
-    def _end_part(self, us: float) -> None:
-        if self._calls == self._warmup + self._steps:
-            self._recording.step_us = us
-            return
-        self._profiler.close()
-        self._recording.profiled_us = us
-        self._recording.find_programs()
-        self._recording.complete = self._recording.executable is None or not self._recording.hidden
-
-    def _call_without_graphs(self, args, kwargs):
-        with own_metadata():
-            lowered = self._step.lower(*args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
-            run = lowered.compile(compiler_options=_WITHOUT_GRAPHS)
-            try:
-                with trace.recorded() as plain:
-                    result = jax.block_until_ready(run(*args, **kwargs))
-                self._recording.plain = plain
-            except TypeError:  # static arguments: a compiled program does not take them
-                result = self._step(*args, **kwargs)
-        self._recording.complete = True
-        return result
+    def _recorded(self, profiled_us: float) -> Recording:
+        programs, program = programs_of(self._events), largest_program(self._events)
+        if self._without_graphs is not None:
+            executable = self._without_graphs.runtime_executable()
+            program = executable.hlo_modules()[0].name
+            programs[program] = executable
+        return Recording(self._steps, self._events, self._step_us, profiled_us, program, programs)
 
 
 def profile(step: Callable[..., Any], *args, steps: int = 3, warmup: int = 2, **kwargs) -> Report:
@@ -140,9 +134,9 @@ def profile(step: Callable[..., Any], *args, steps: int = 3, warmup: int = 2, **
     >>> round(report.accounted, 2)
     1.0
 
-    Arguments that the step donates are copied first, so yours stay valid. After each call the result's part of the same
-    structure, shapes and dtypes takes their place: a step `(state, batch) -> (state, metrics)` trains on. Where no
-    memory is left for the copy, wrap the step of your own loop in `Profiled`.
+    If the step donates arguments, all are copied first, so yours stay valid. After each call the result's part of the
+    same structure, shapes and dtypes takes a donated one's place: a step `(state, batch) -> (state, metrics)` trains
+    on. Where no memory is left for the copy, wrap the step of your own loop in `Profiled`.
 
     Args:
       step: see `Profiled`.
@@ -151,61 +145,29 @@ def profile(step: Callable[..., Any], *args, steps: int = 3, warmup: int = 2, **
     Raises:
       ValueError: `Profiled`'s, or the result has nothing that can take a donated argument's place.
     """
-    profiled = Profiled(step, steps=steps, warmup=warmup)
-    donated = _donated(step, args, kwargs)
-    args = [jax.tree.map(_copy, each) if gone else each for each, gone in zip(args, donated, strict=True)]
+    profiled, arguments = Profiled(step, steps=steps, warmup=warmup), [*args]
+    infos = jax.tree.leaves(step.lower(*args, **kwargs).args_info) if hasattr(step, "lower") else []  # pyright: ignore[reportFunctionMemberAccess]
+    if any(info.donated for info in infos):
+        arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, arguments)
     while not profiled.done:
-        result = profiled(*args, **kwargs)
-        args = _next(args, donated, result)
-    return profiled.report
-
-
-def _donated(step: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
-    """For each positional argument, whether the step donates part of it."""
-    if not hasattr(step, "lower"):
-        return [False] * len(args)
-    infos = jax.tree.leaves(step.lower(*args, **kwargs).args_info)
-    if not any(info.donated for info in infos):
-        return [False] * len(args)
-    counts = [len(jax.tree.leaves(each)) for each in args]
-    if sum(counts) + len(jax.tree.leaves(kwargs)) != len(infos):
-        raise ValueError(
-            "the step donates arguments and has static ones or modules: which ones are donated is unclear. Wrap it in "
-            "jaxops.profiling.Profiled and call that in your own loop."
-        )
-    starts = [sum(counts[:i]) for i in range(len(args))]
-    return [any(info.donated for info in infos[start : start + n]) for start, n in zip(starts, counts, strict=True)]
-
-
-def _copy(x: Any) -> Any:
-    return x.copy() if isinstance(x, jax.Array) else x
-
-
-def _next(args: Sequence[Any], donated: Sequence[bool], result: Any) -> list[Any]:
-    """The arguments of the next call."""
-    parts = [result]
-    if isinstance(result, (tuple, list)):
-        parts += result
-    elif isinstance(result, dict):
-        parts += result.values()
-    found = []
-    for number, (each, gone) in enumerate(zip(args, donated, strict=True)):
-        if gone:
-            place = next((i for i, part in enumerate(parts) if _alike(part, each)), None)
+        result = profiled(*arguments, **kwargs)
+        children = result.values() if isinstance(result, dict) else result if isinstance(result, (tuple, list)) else ()
+        parts = [result, *children]
+        for number, argument in enumerate(arguments):
+            if not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(argument)):
+                continue
+            place = next((i for i, part in enumerate(parts) if _kind(part) == _kind(argument)), None)
             if place is None:
                 raise ValueError(
                     f"the step donates argument {number}, but nothing in its result has that argument's structure, "
                     "shapes and dtypes, to be passed to the next call. Wrap the step in jaxops.profiling.Profiled and "
                     "call that in your own loop."
                 )
-            each = parts.pop(place)
-        found.append(each)
-    return found
+            arguments[number] = parts.pop(place)
+    return profiled.report
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two pytrees have the same structure, shapes and dtypes; their arrays may be deleted."""
-    types = [
-        [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in jax.tree.leaves(each)] for each in (one, other)
-    ]
-    return jax.tree.structure(one) == jax.tree.structure(other) and types[0] == types[1]
+def _kind(tree: Any) -> tuple:
+    """Structure, shapes and dtypes, which deleted arrays have, too."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]

@@ -2,6 +2,7 @@
 
 import _thread
 import collections
+import dataclasses
 import re
 import signal
 import tempfile
@@ -14,7 +15,7 @@ import jax
 
 from jaxops._lib.python_program import ProgramError, run_program
 from jaxops.profiling import trace
-from jaxops.profiling.building import Recording, build, largest_program
+from jaxops.profiling.building import Recording, build, largest_program, programs_of
 from jaxops.profiling.machine import ceilings
 from jaxops.profiling.report import Report
 from jaxops.profiling.scopes import own_metadata
@@ -66,8 +67,7 @@ class _Recorder(threading.Thread):
             events, launches = trace.read(folder)
         self.launched.update(launch.name for launch in launches if not launch.is_annotation)
         if recording := steps_in(events, launches, self._steps, self._function):
-            recording.find_programs()
-            self.recording = recording
+            self.recording = dataclasses.replace(recording, programs=programs_of(recording.events))
 
 
 def steps_in(events: Sequence[Event], launches: Sequence[Launch], steps: int, function: str = "") -> Recording | None:
@@ -90,7 +90,7 @@ def steps_in(events: Sequence[Event], launches: Sequence[Launch], steps: int, fu
     marks = min(once, key=lambda each: (abs(len(each) - calls), each[0]))[-steps - 1 :]
     inside = [event for event in events if marks[0] <= event.start_us < marks[-1]]
     us = (marks[-1] - marks[0]) / steps
-    return Recording(steps, inside, step_us=us, profiled_us=us, step_program=own[0].program, complete=True)
+    return Recording(steps, inside, us, us, own[0].program)
 
 
 def _module(function: str) -> str:

@@ -1,18 +1,20 @@
 """Where a step's time goes, kernel by kernel, and what the card could do."""
 
+import collections
 import dataclasses
 import json
 import pathlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.text import Text
 
 from jaxops._lib.terminal import as_text
-from jaxops.profiling.memory import memory_table
+from jaxops.profiling.machine import Ceilings
+from jaxops.profiling.memory import Holder, Memory
 from jaxops.profiling.scopes import Stage
 from jaxops.profiling.tables import cut, ms_text, rate_text, share_text, table
 
@@ -65,6 +67,15 @@ class Kernel:
         """Whether its origin is known: the instruction that launched it, or a copy, fill or collective."""
         return bool(self.op) or self.kind != "kernel"
 
+    @property
+    def bound(self) -> Bound:
+        """What bounds it."""
+        if self.kind != "kernel":
+            return "communication" if self.kind == "communication" else "copy"
+        if self.us < _LATENCY_US * self.calls and (self.least_us or 0.0) < _FAR * self.us:
+            return "launch latency"
+        return self.needs or "unknown"
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -81,60 +92,35 @@ class Group:
     def calls(self) -> float:
         return sum(each.calls for each in self.kernels)
 
-    def _sum(self, field: str) -> float | None:
-        """Of those that are known; None if none is."""
-        known = [value for each in self.kernels if (value := getattr(each, field)) is not None]
-        return sum(known) if known else None
-
-    @property
-    def flops(self) -> float | None:
-        return self._sum("flops")
-
-    @property
-    def bytes(self) -> float | None:
-        return self._sum("bytes")
-
-    @property
-    def least_us(self) -> float | None:
-        return self._sum("least_us")
-
     @property
     def partial(self) -> bool:
         """Whether FLOPs or bytes of some kernel are unknown, so that the sums are too small."""
-        return any(each.kind == "kernel" and (each.flops is None or each.bytes is None) for each in self.kernels)
+        return any(each.kind == "kernel" and None in (each.flops, each.bytes) for each in self.kernels)
 
     @property
     def tflops(self) -> float | None:
-        return self.flops / self.us / 1e6 if self.flops is not None and self.us else None
+        return self._rate("flops", 1e6)
 
     @property
     def gbps(self) -> float | None:
-        return self.bytes / self.us / 1e3 if self.bytes is not None and self.us else None
+        return self._rate("bytes", 1e3)
 
     @property
     def of_ceiling(self) -> float | None:
-        return self.least_us / self.us if self.least_us is not None and self.us else None
+        return self._rate("least_us", 1)
+
+    def _rate(self, field: Literal["flops", "bytes", "least_us"], unit: float) -> float | None:
+        """The sum of the kernels of which it is known over the time; None if it is known of none."""
+        known = [value for each in self.kernels if (value := getattr(each, field)) is not None]
+        return sum(known) / self.us / unit if known and self.us else None
 
     @property
     def bound(self) -> Bound:
         """What bounds the largest part of its time."""
-        parts: dict[Bound, float] = {"unknown": 0.0}
+        parts = collections.Counter[Bound]()
         for each in self.kernels:
-            bound = bound_of(each)
-            parts[bound] = parts.get(bound, 0.0) + each.us
-        return max(parts, key=lambda bound: parts[bound])
-
-
-def bound_of(kernel: Kernel) -> Bound:
-    """What bounds a kernel."""
-    if kernel.kind == "communication":
-        return "communication"
-    if kernel.kind != "kernel":
-        return "copy"
-    each, reached = kernel.us / max(kernel.calls, 1e-9), (kernel.least_us or 0.0) / max(kernel.us, 1e-9)
-    if each < _LATENCY_US and reached < _FAR:
-        return "launch latency"
-    return "unknown" if kernel.needs is None else kernel.needs
+            parts[each.bound] += each.us  # pyright: ignore[reportArgumentType]
+        return parts.most_common(1)[0][0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +137,7 @@ class Report:
       exposed_communication_us, exposed_copies_us: in which only collectives, or only copies between host and device,
         run.
       kernels: the longest first.
-      ceilings: `Ceilings.to_dict()`; None if there are none.
-      memory: `Memory.to_dict()`; None if unknown.
+      ceilings, memory: None if unknown.
       notes: what this report cannot know, and why.
       made: versions and date.
     """
@@ -167,8 +152,8 @@ class Report:
     exposed_communication_us: float
     exposed_copies_us: float
     kernels: tuple[Kernel, ...]
-    ceilings: dict[str, Any] | None = None
-    memory: dict[str, Any] | None = None
+    ceilings: Ceilings | None = None
+    memory: Memory | None = None
     notes: tuple[str, ...] = ()
     made: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -201,11 +186,11 @@ class Report:
         that `jax.checkpoint` computes again, over the step's time. None if unknown."""
         if self.ceilings is None:
             return None
-        rates = self.ceilings["dense_tflops"]
         needed = [
-            each.flops / (rates[each.dtype] * 1e6)
+            each.flops / (rate * 1e6)
             for each in self.kernels
-            if each.flops and each.dtype in rates and each.stage != "recomputed"
+            if each.flops and each.dtype and each.stage != "recomputed"
+            if (rate := self.ceilings.product_tflops(each.dtype))
         ]
         return sum(needed) / self.step_us if needed else None
 
@@ -252,8 +237,13 @@ class Report:
         """
         try:
             fields = json.loads(text)
-            kernels = tuple(Kernel(**each) for each in fields.pop("kernels"))
-            return cls(**fields | {"kernels": kernels, "notes": tuple(fields["notes"])})
+            fields["kernels"] = tuple(Kernel(**each) for each in fields["kernels"])
+            fields["notes"] = tuple(fields["notes"])
+            if (memory := fields.get("memory")) is not None:
+                fields["memory"] = Memory(**memory | {"holders": tuple(Holder(**each) for each in memory["holders"])})
+            if fields.get("ceilings") is not None:
+                fields["ceilings"] = Ceilings(**fields["ceilings"])
+            return cls(**fields)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no report of jaxops.profiling: {type(error).__name__}: {error}") from error
 
@@ -268,32 +258,24 @@ class Report:
     def summary(self) -> str:
         """Where the time goes, in a few lines."""
         devices = self.device if self.devices == 1 else f"{self.devices} x {self.device}, the mean of them"
-        lines = [f"{self.program} on {devices}: {ms_text(self.step_us)} a step, mean of {self.steps}"]
-        parts = [
-            f"busy {ms_text(self.busy_us)}",
-            f"idle {ms_text(self.idle_us)} ({share_text(self.idle_us, self.step_us)})",
-        ]
+        idle = f"idle {ms_text(self.idle_us)} ({share_text(self.idle_us, self.step_us)})"
+        parts = [f"busy {ms_text(self.busy_us)}", idle]
         if self.exposed_communication_us:
             parts.append(f"communication alone {ms_text(self.exposed_communication_us)}")
         if self.exposed_copies_us:
             parts.append(f"copies from or to the host alone {ms_text(self.exposed_copies_us)}")
-        lines.append("  the device: " + ", ".join(parts))
-        if self.floor_us is not None:
-            least = f"  its kernels at the card's ceilings: {ms_text(self.floor_us)}"
-            lines.append(least + (f"; MFU {self.mfu:.1%} of the measured dense rate" if self.mfu else ""))
-        lines.append(
-            f"  {self.accounted:.1%} of the kernels' time is accounted for by the instruction that launched them"
-        )
-        if self.ceilings is not None:
-            dense = ", ".join(
-                f"{rate_text(rate)} TFLOP/s {name}" for name, rate in self.ceilings["dense_tflops"].items()
-            )
-            lines.append(f"  measured ceilings: copy {rate_text(self.ceilings['copy_gbps'])} GB/s, dense {dense}")
+        lines = [
+            f"{self.program} on {devices}: {ms_text(self.step_us)} a step, mean of {self.steps}",
+            "the device: " + ", ".join(parts),
+            f"{self.accounted:.1%} of the kernels' time is accounted for by the instruction that launched them",
+        ]
+        if self.ceilings is not None and self.floor_us is not None:
+            mfu = f"; MFU {self.mfu:.1%} of the measured dense rate" if self.mfu else ""
+            lines.append(f"its kernels at the card's ceilings: {ms_text(self.floor_us)}{mfu}")
+            lines.append(f"measured ceilings: {self.ceilings}")
         if self.busy_us > self.step_us:
-            lines.append(
-                "  (busy for longer than a step takes without the profiler, which makes kernels somewhat slower)"
-            )
-        return "\n".join(lines)
+            lines.append("busy for longer than a step takes without the profiler, which makes kernels somewhat slower")
+        return "\n  ".join(lines)
 
     def _table(self, title: str, groups: Sequence[Group]) -> RenderableType:
         kernels = table(title, "calls", "time", "share", "TFLOP/s", "GB/s", "of ceiling", "bound by", numbers=(1, 7))
@@ -315,7 +297,7 @@ class Report:
             self._table("kernel", self.by_kernel()),
             self._table("named scope", self.by_scope(together=True)),
             self._table("part of the step", self.by_stage()),
-            *([memory_table(self.memory)] if self.memory else []),
+            *([self.memory] if self.memory else []),
             *(Text(f"note: {note}", style="dim") for note in self.notes),
         )
 

@@ -39,7 +39,6 @@ def tune(
     group_sizes: Sequence[np.ndarray] | None = None,
     tiles: Sequence[Any] | None = None,
     say: Callable[[str], Any] = print,
-    advance: Callable[[], Any] = lambda: None,
 ) -> list[dict]:
     """Measures every candidate for `problem` on the default GPU. A candidate is compared with the xla backend before it
     is timed.
@@ -60,7 +59,6 @@ def tune(
       tiles: the candidates; by default the tiles that a call has now and the op's `candidates`, of each kernel that
         runs this problem on this device.
       say: called with each line of progress.
-      advance: called once for each candidate that is done: timed, or left out.
 
     Returns:
       One row a pass and kernel, as `store` takes them. `gain_percent` is how much less time the best tiles take than
@@ -88,7 +86,7 @@ def tune(
 
         calls = [op.operands(name, problem, tensors, each) for each in offsets]
         now = known[0]
-        times = _times(name, run, calls, mine, now, op.largest_error, say, advance)
+        times = _times(name, run, calls, mine, now, op.largest_error, say)
         best = min(times, key=times.__getitem__)
         plans[kernel] = dataclasses.replace(plans[kernel], **{name: best})
         us = times[best] / len(calls)  # of a call, on average
@@ -177,14 +175,7 @@ def _errors(got, want):
 
 
 def _times(
-    name: str,
-    run: Callable,
-    calls: list[tuple],
-    tiles: list,
-    now: Any,
-    largest: float | None,
-    say: Callable,
-    advance: Callable,
+    name: str, run: Callable, calls: list[tuple], tiles: list, now: Any, largest: float | None, say: Callable
 ) -> dict[Any, float]:
     """Microseconds of the five fastest tiles and of `now`, summed over all calls (the operands of each).
 
@@ -196,7 +187,6 @@ def _times(
             return jax.jit(lambda *operands: run(t, *operands)).lower(*calls[0]).compile()
         except jax.errors.JaxRuntimeError as error:  # this compiler or card rejects these tiles; the next may run
             say(f"  {t}: {str(error).splitlines()[0][:160]}")
-            advance()
             return None
 
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -213,7 +203,6 @@ def _times(
             if not (errors[0] < limits[0] and errors[1] < limits[1]):
                 say(f"  {t}: WRONG, max {errors[0]:.1e} RMS {errors[1]:.1e}")
                 del programs[t]
-                advance()
         del want
     if not programs:
         raise TuningError(f"no candidate for {name} compiled and was right.")
@@ -226,7 +215,6 @@ def _times(
     first = {}
     for t in programs:
         first[t] = total_us(t, 3)
-        advance()
     leaders = sorted(first, key=first.__getitem__)[:5]
     leaders += [now] if now in first and now not in leaders else []
     rounds = [{t: total_us(t, alive) for t in leaders} for _ in range(3)]  # interleaved: the card's clock drifts

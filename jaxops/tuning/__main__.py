@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from jaxops import tuning
@@ -68,34 +67,17 @@ def _check_card() -> None:
         raise tuning.TuningError(f"{found}: tune on a cool card of your own, or pass --force.")
 
 
-def _tune(problems: Sequence[Any], force: bool, **how: Any) -> None:
-    """Tunes the problems, with a bar of the candidates of the one at hand, and what each pass gained."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    terminal = console(soft_wrap=True, highlight=False)
-    bar = Progress(*columns, console=terminal, transient=True)
-    with _one_line_errors(), contextlib.ExitStack() as stack:
-        number, most = itertools.count(1), sum(len(tuning.op_of(problem)[1].passes(problem)) for problem in problems)
-        task = bar.add_task("", total=None)
-
-        def start(what: str, candidates: int) -> None:
-            if not bar.live.is_started:  # not before the card is checked: a bar that ends prints an empty line
-                stack.enter_context(bar)
-            terminal.print(what)
-            bar.reset(task, total=candidates, description=f"pass {next(number)} of at most {most}")
-
-        rows = tune_all(
-            problems,
-            check=(lambda: None) if force else _check_card,
-            start=start,
-            say=terminal.print,
-            advance=lambda: bar.advance(task),
-            **how,
-        )
+def _tune(
+    problems: Sequence[Any], force: bool, *, again: bool, dry_run: bool, passes: Sequence[str] | None = None
+) -> None:
+    """Tunes the problems and says what each pass gained."""
+    say = console(soft_wrap=True, highlight=False).print
+    check = (lambda: None) if force else _check_card
+    with _one_line_errors():
+        rows = tune_all(problems, again=again, passes=passes, dry_run=dry_run, check=check, say=say)
     if not rows:
-        print(
-            "Nothing to tune." if how["again"] else "Nothing to tune; --again measures passes that have rows of yours."
-        )
-    elif not how["dry_run"]:
+        print("Nothing to tune." if again else "Nothing to tune; --again measures passes that have rows of yours.")
+    elif not dry_run:
         for name in dict.fromkeys(row["op"] for row in rows):
             print(f"stored in {user_file(name, tuning.gpu())}")
 

@@ -80,9 +80,7 @@ def tune_all(
     passes: Sequence[str] | None = None,
     dry_run: bool = False,
     check: Callable[[], Any] = lambda: None,
-    start: Callable[[str, int], Any] = lambda what, candidates: None,
     say: Callable[[str], Any] = print,
-    **how: Any,
 ) -> list[dict]:
     """Tunes pass after pass and stores its rows at once: a run that is stopped goes on where it was.
 
@@ -91,8 +89,7 @@ def tune_all(
       passes: of all problems; by default each one's own.
       dry_run: store nothing.
       check: called before each pass; what it raises ends the run.
-      start: called before each pass with its name and the number of its candidates.
-      say, how: of `tune`.
+      say: called with each line of progress.
 
     Returns:
       All rows.
@@ -118,11 +115,9 @@ def tune_all(
                 continue
             check()
             try:
-                kernels = op.kernels(problem, device)
-                start(
-                    f"{name} {problem} {each}", sum(len(tuning.candidates(problem, each, k, device)) for k in kernels)
-                )
-                rows = tuning.tune(problem, [each], say=say, **how)
+                count = sum(len(tuning.candidates(problem, each, k, device)) for k in op.kernels(problem, device))
+                say(f"{name} {problem} {each}, {count} candidates")
+                rows = tuning.tune(problem, [each], say=say)
             except (NotImplementedError, RuntimeError, ValueError) as error:
                 failed += 1  # too large for the card's memory, say: the next pass may be tuned
                 say(f"  left out: {(str(error).splitlines() or [type(error).__name__])[0][:160]}")

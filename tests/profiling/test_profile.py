@@ -55,7 +55,7 @@ def test_a_flax_model_and_an_optax_optimizer_are_accounted_for(plain_step):
     )  # forward, and each gradient
     assert {"forward", "backward"} <= {each.stage for each in plain_step.kernels}
     assert plain_step.memory is not None
-    assert plain_step.memory["peak_bytes"] > 512 * 256 * 4
+    assert plain_step.memory.peak_bytes > 512 * 256 * 4
 
 
 def test_a_cpu_says_what_it_cannot_know(plain_step):

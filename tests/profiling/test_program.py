@@ -56,7 +56,7 @@ def test_the_program_with_most_time_is_the_step_and_the_program_may_be_ended(pro
     assert lines[0].startswith("profiled jit_train_step; recorded calls of jitted functions: {")
     assert "'train_step': " in lines[0]
     assert report.memory is not None
-    assert report.memory["peak_bytes"] >= 512 * 512 * 4
+    assert report.memory.peak_bytes >= 512 * 512 * 4
     assert "the program's end" not in capsys.readouterr().out
 
 

@@ -16,7 +16,7 @@ NAMES = ("queries", "keys", "values")
 
 def attention_plan(run: str) -> Plan:
     tiles = Tiles(16, 16)
-    return Plan("xla", way="blocks", block=8) if run == "xla" else Plan("pallas", fwd=tiles, dq=tiles, dkv=tiles)
+    return Plan("xla", block=8) if run == "xla" else Plan("pallas", fwd=tiles, dq=tiles, dkv=tiles)
 
 
 def attention_shapes(d: Dims) -> Arguments:

@@ -101,14 +101,14 @@ def test_smoke_run_writes_a_row_for_each_way_that_works(tmp_path, fake_torch):
     """Every way is checked against the reference before it is timed. Images by the ways that no kernel has."""
     options = ["--smoke", "--out", str(tmp_path), "--rounds", "1", "--passes", "fwd+bwd", "--dists", "unequal"]
     ways = "xla_mask,xla_padded,pallas_mha_32,torch_flash"
-    every = f"jaxops_pallas,jaxops_banded,jaxops_cudnn,{ways}"
+    every = f"jaxops_pallas,jaxops_blocks,jaxops_cudnn,{ways}"
     causal = run(bench_packed_attention.main, *options, "--ways", every, "--masks", "causal")
     images = run(bench_packed_attention.main, *options, "--ways", ways, "--masks", "text_and_images")
     output = causal.output + images.output
     assert (causal.exit_code, images.exit_code) == (0, 0), output
     rows = [json.loads(line) for line in (tmp_path / "packed_attention.jsonl").read_text().splitlines()]
     found = {mask: [row["backend"] for row in rows if row["mask"] == mask] for mask in ("causal", "text_and_images")}
-    own = ["jaxops", "jaxops_pallas", "jaxops_banded", "xla_mask", "xla_padded"]
+    own = ["jaxops", "jaxops_pallas", "jaxops_blocks", "xla_mask", "xla_padded"]
     assert found == {"text_and_images": [own[0], *own[3:]], "causal": [*own, "pallas_mha_32", "torch_flash"]}
     for what in ("jaxops_cudnn at smoke unequal causal", "pallas_mha_32 at smoke unequal text", "torch_flash at smoke"):
         assert f"left out: {what}" in output

@@ -100,7 +100,7 @@ def attention_outside(a: Arguments) -> tuple[Arguments, list]:
 def attention_plan(run: str) -> packed_attention.Plan:
     tiles = packed_attention.Tiles(16, 16)
     if run == "xla":
-        return packed_attention.Plan("xla", way="blocks", block=8)
+        return packed_attention.Plan("xla", block=8)
     return packed_attention.Plan("pallas", fwd=tiles, dq=tiles, dkv=tiles)
 
 

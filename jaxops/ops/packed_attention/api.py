@@ -90,8 +90,7 @@ def packed_attention(
         text that is its own index + 1, of a row of an image the row after the image.
       precision: of float32 products, as in `jax.lax.dot`. None follows `jax_default_matmul_precision`.
       longest: rows of the longest sequence that may come, if known: a hint, for backends whose cost depends on it. By
-        "cudnn", which takes it with crowd, a longer sequence makes all results NaN; by the way "banded" of "xla" it is
-        truncated.
+        "cudnn", which takes it with crowd, a longer sequence makes all results NaN.
       crowd: for "cudnn", at most how many sequences start within rows 0 to longest - 1, longest to 2 * longest - 1 and
         so on; B by default. More sequences make all results NaN. cuDNN's time and memory grow with it: a step of a DiT
         takes 171 ms with 4, 185 with 64 (H200, 2026-11-22).
@@ -104,8 +103,7 @@ def packed_attention(
       [T, heads, head_dim] in q's dtype.
 
     Raises:
-      ValueError: shapes that do not fit together, causal with visible_until, an unknown backend, the way "banded"
-        without longest.
+      ValueError: shapes that do not fit together, causal with visible_until, an unknown backend.
       TypeError: unsupported dtypes, numbers that are no Python numbers; forward-mode differentiation (JAX's error).
       NotImplementedError: a backend that cannot run this call, such as "cudnn" of float32 or with visible_until; a
         precision algorithm that the kernels do not have.
@@ -144,7 +142,7 @@ def packed_attention(
         options = {"causal": causal, "scale": factor, "longest": row, "crowd": crowd or B}
         return _cudnn(arrays, sequence_offsets, **options)
     pairs = most_pairs(T=T, S=S, causal=causal, window=window, free=visible_until is not None, longest=longest)
-    spec = Spec(factor, precision, longest, pairs)
+    spec = Spec(factor, precision, pairs)
     out = _call(spec, plan, False, *(x.astype(compute) for x in arrays[:3]), *arrays[3:])[0]
     return out.astype(q.dtype)
 
@@ -200,8 +198,8 @@ def _forward(spec: Spec, plan: Plan, save: bool, *operands: jax.Array) -> tuple[
     if plan.backend == "pallas":
         assert plan.fwd is not None  # make_plan fills what a backend has
         return forward_pallas(spec, plan.fwd, arrays, save=save, interpret=plan.on.interpret)
-    assert plan.way is not None
-    out, lse = forward_xla(spec, plan.way, plan.block, arrays)
+    assert plan.block is not None
+    out, lse = forward_xla(spec, plan.block, arrays)
     return (out, lse) if save else (out,)
 
 
@@ -221,8 +219,8 @@ def _call_bwd(spec: Spec, plan: Plan, save: bool, saved, cotangents):
 
 def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
     if plan.backend == "xla":
-        assert plan.way is not None  # make_plan fills what a backend has
-        return backward_xla(spec, plan.way, plan.block, arrays, out, lse, dout)
+        assert plan.block is not None  # make_plan fills what a backend has
+        return backward_xla(spec, plan.block, arrays, out, lse, dout)
     assert plan.dq is not None
     assert plan.dkv is not None
     sees = (arrays.first < arrays.end)[:, None, None]
@@ -235,7 +233,7 @@ def _plain_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> 
     """`_find_gradients` without loops, for a second derivative; out and lse are found again."""
 
     def forward(q, k, v):
-        return forward_xla(spec, "dense", None, arrays._replace(q=q, k=k, v=v))[0]
+        return forward_xla(spec, None, arrays._replace(q=q, k=k, v=v))[0]
 
     _, vjp = jax.vjp(forward, *arrays[:3])
     return vjp(dout)

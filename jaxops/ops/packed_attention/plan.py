@@ -1,4 +1,4 @@
-"""Plans of packed attention: backend, the way of the portable one, tiles of the kernels' passes."""
+"""Plans of packed attention: backend, the block of the portable one, tiles of the kernels' passes."""
 
 import dataclasses
 import itertools
@@ -15,8 +15,6 @@ from jaxops._lib.planning.plans import AMPERE, BasePlan, Call, Planner, check_fi
 from jaxops.ops.packed_attention.cudnn import cudnn_cannot
 
 PASSES = ("fwd", "dq", "dkv")
-WAYS = ("dense", "banded", "blocks")
-Way = Literal["dense", "banded", "blocks"]
 
 
 class Arrays(NamedTuple):
@@ -43,13 +41,11 @@ class Spec:
     Attributes:
       scale: factor on the scores.
       precision: of the products.
-      longest: rows of the longest sequence, if known.
       pairs: of a query and a key that it sees, at the most, for the launches' costs.
     """
 
     scale: float
     precision: lax.Precision
-    longest: int | None
     pairs: int
 
 
@@ -77,29 +73,22 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v); the way of "xla".
+    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v).
 
     Attributes:
-      way: "dense" computes all T * S pairs; "banded" 3 * T * longest, each block of `longest` rows with itself and its
-        two neighbours; "blocks" loops over blocks of rows, skips those that no row sees, and holds no more than a
-        block's scores in memory.
-      block: rows of queries and of keys in a step of "blocks".
+      block: of "xla": rows of queries and of keys in a step of its loops.
     """
 
     backend: Literal["cudnn", "pallas", "xla"] = "pallas"
-    way: Way | None = None
     block: int | None = None
     fwd: Tiles | None = None
     dq: Tiles | None = None
     dkv: Tiles | None = None
 
     def __post_init__(self):
-        if self.way not in (None, *WAYS):
-            raise ValueError(f"Plan.way={self.way!r}: write {', '.join(map(repr, WAYS))} or None.")
-        for name in ("way", "block"):
-            if (value := getattr(self, name)) is not None and self.backend != "xla":
-                raise ValueError(f"Plan.{name}={value!r} is of 'xla', and Plan.backend is {self.backend!r}.")
         if self.block is not None:
+            if self.backend != "xla":
+                raise ValueError(f"Plan.block={self.block!r} is of 'xla', and Plan.backend is {self.backend!r}.")
             check_fields(self, "block")
 
 
@@ -131,29 +120,6 @@ def _cudnn_cannot(problem: Problem, device: Device) -> str:
     return cudnn_cannot(p.dtype, p.head_dim, plain=p.mask != "rows" and not p.cross, device=device)
 
 
-# Not timed on a GPU: scores of all heads (64 MiB of float32) up to which all pairs at once take one step, and rows of
-# a step of a loop.
-_DENSE, _STEP = 2**24, 512
-
-
-def _way(problem: Problem, device: Device) -> tuple[Way, int]:
-    """The way of the xla backend, and its block.
-
-    2-core CPU, 2026-11-24, forward and backward of 2,048 rows in 8 sequences, 4 heads of 32, causal: 9 ms in blocks of
-    64 rows, 14 of 128, 18 of 256; 127 banded, 900 dense; 557 by `jax.nn.dot_product_attention` with a mask.
-    """
-    p = problem
-    if device.platform == "cpu":
-        return "blocks", 64
-    if p.T * p.S * p.heads <= _DENSE:
-        return "dense", _STEP
-    return "banded" if _can_band(p) and 3 * (p.longest or p.S) < p.S else "blocks", _STEP
-
-
-def _can_band(problem: Problem) -> bool:
-    return problem.longest is not None and not problem.cross
-
-
 _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
 _SHORT = 2048  # rows of the longest causal sequence up to which the kernels are taken where cuDNN can run, too
 
@@ -173,21 +139,18 @@ def _auto(problem: Problem, device: Device) -> str:
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
-    problem, way = call.problem, call.plan.way
+    problem = call.problem
     if call.backend == "cudnn" and (why := _cudnn_cannot(problem, call.device)):
         raise NotImplementedError(f"backend='cudnn' cannot run this: {why}. Use backend='auto' or 'xla'.")
     if call.backend == "pallas" and problem.head_dim > _WIDEST:
         raise NotImplementedError(
             f"the kernels have a head_dim of at most {_WIDEST}, not {problem.head_dim}. Use 'xla'."
         )
-    if way == "banded" and not _can_band(problem):
-        needed = "longest, the rows of the longest sequence" if not problem.cross else "queries and keys in one packing"
-        raise ValueError(f"Plan.way='banded' needs {needed}. Pass it, or take way='blocks'.")
     if call.backend != "xla":
         return {}
-    chosen, block = _way(problem, call.device)
-    way = way or chosen
-    return {"way": way, "block": (call.plan.block or block) if way == "blocks" else None}
+    # 2-core CPU, 2026-11-24, forward and backward of 2,048 rows in 8 sequences, 4 heads of 32, causal: 9 ms in blocks
+    # of 64 rows, 14 of 128, 18 of 256. 512 are not timed on a GPU.
+    return {"block": call.plan.block or (64 if call.device.platform == "cpu" else 512)}
 
 
 def shared_bytes(pass_name: str, tiles: Tiles, problem: Problem) -> int:

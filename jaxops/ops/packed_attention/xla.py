@@ -1,4 +1,4 @@
-"""The portable backend: all pairs at once, neighbouring blocks, or a loop over blocks that skips what no row sees."""
+"""The portable backend: loops over blocks of rows, which skip what no row sees. Memory is that of a block's scores."""
 
 import functools
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.arrays.manual_axes import vary_together
-from jaxops.ops.packed_attention.plan import Arrays, Spec, Way
+from jaxops.ops.packed_attention.plan import Arrays, Spec
 
 # Instead of a masked score: with -inf, a row without keys and its gradients are NaN.
 _LOW = float(jnp.finfo(jnp.float32).min)
@@ -26,25 +26,22 @@ class Rows(NamedTuple):
     lse: jax.Array | None = None
 
 
-def forward_xla(spec: Spec, way: Way, block: int | None, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """(out [T, N, H], lse float32 [N, T]: the logarithm of each row's sum of exponentials)."""
+def forward_xla(spec: Spec, block: int | None, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """(out [T, N, H], lse float32 [N, T]: the logarithm of each row's sum of exponentials).
+
+    block: rows of queries and of keys in a step; None for all pairs at once, without a loop, for JAX to differentiate.
+    """
     rows, k, v = _without_others(arrays)
-    if way == "blocks":
-        assert block is not None  # make_plan fills it
-        out, lse = _forward_in_blocks(spec, block, rows, k, v)
-    elif way == "banded":
-        assert spec.longest is not None  # make_plan has checked it
-        q_blocks, k_blocks, v_blocks = _band(rows, k, v, spec.longest)
-        out, lse = jax.vmap(functools.partial(_attend, spec))(q_blocks, k_blocks, v_blocks)
-        out, lse = out.reshape(-1, *out.shape[2:]), jnp.moveaxis(lse, 0, 2).reshape(*lse.shape[1:3], -1)
+    if block is None:
+        out, lse = _finish(*_step(spec, rows, k, v, 0))
     else:
-        out, lse = _attend(spec, rows, k, v)
+        out, lse = _forward_in_blocks(spec, block, rows, k, v)
     T, N, H = arrays.q.shape
     return out[:T].reshape(T, N, H).astype(arrays.q.dtype), lse[:, :, :T].reshape(N, T)
 
 
 def backward_xla(
-    spec: Spec, way: Way, block: int | None, arrays: Arrays, out: jax.Array, lse: jax.Array, dout: jax.Array
+    spec: Spec, block: int, arrays: Arrays, out: jax.Array, lse: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dq, dk, dv), in the dtype of q, k and v."""
     rows, k, v = _without_others(arrays)
@@ -53,17 +50,7 @@ def backward_xla(
     rows = rows._replace(
         out=out.reshape(T, K, G, H), dout=jnp.where(sees, dout.reshape(T, K, G, H), 0), lse=lse.reshape(K, G, T)
     )
-    if way == "blocks":
-        assert block is not None  # make_plan fills it
-        dq, dk, dv = _backward_in_blocks(spec, block, rows, k, v)
-    elif way == "banded":
-        assert spec.longest is not None  # make_plan has checked it
-        blocks = _band(rows, k, v, spec.longest)
-        dq, dk, dv = jax.vmap(functools.partial(_gradients, spec))(*blocks)
-        dq = dq.reshape(-1, K, G, H)
-        dk, dv = (_add_neighbours(x, spec.longest)[:T] for x in (dk, dv))
-    else:
-        dq, dk, dv = _gradients(spec, rows, k, v)
+    dq, dk, dv = _backward_in_blocks(spec, block, rows, k, v)
     return (
         dq[:T].reshape(T, K * G, H).astype(arrays.q.dtype),
         dk.astype(arrays.k.dtype),
@@ -121,12 +108,8 @@ def _finish(top: jax.Array, total: jax.Array, mixed: jax.Array) -> tuple[jax.Arr
     return jnp.moveaxis(mixed / total[..., None], 2, 0), jnp.where(some, exact_lse(top + jnp.log(total)), 0)
 
 
-def _attend(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _finish(*_step(spec, rows, k, v, 0))
-
-
 def _gradients(
-    spec: Spec, rows: Rows, k: jax.Array, v: jax.Array, start: jax.Array | int = 0
+    spec: Spec, rows: Rows, k: jax.Array, v: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """float32 dq [t, K, G, H], and of key rows `start` and on dk and dv [s, K, H]."""
     q, _, _, out, dout, lse = rows
@@ -204,27 +187,3 @@ def _backward_in_blocks(
 
     (dk, dv), dq = lax.scan(one, sums, _blocks_of(rows, size))
     return dq.reshape(-1, *dq.shape[2:]), dk[:S], dv[:S]
-
-
-def _band(rows: Rows, k: jax.Array, v: jax.Array, longest: int) -> tuple[Rows, jax.Array, jax.Array]:
-    """Blocks of `longest` rows, and of each the keys of the block before it, its own and the next one's, to which its
-    runs are relative."""
-    blocks = _blocks_of(rows, longest)
-    start = longest * (jnp.arange(blocks.q.shape[0], dtype=jnp.int32) - 1)[:, None]
-    first, end = (jnp.clip(x - start, 0, 3 * longest) for x in (blocks.first, blocks.end))
-    k, v = (_neighbours(_in_blocks(x, 0, longest)) for x in (k, v))
-    return blocks._replace(first=first, end=end), k, v
-
-
-def _neighbours(blocks: jax.Array) -> jax.Array:
-    """[n, rows, ...] -> [n, 3 * rows, ...]: the previous block, the block, the next one; zeros beyond the ends."""
-    none = jnp.zeros_like(blocks[:1])
-    return jnp.concatenate([jnp.concatenate([none, blocks[:-1]]), blocks, jnp.concatenate([blocks[1:], none])], axis=1)
-
-
-def _add_neighbours(x: jax.Array, rows: int) -> jax.Array:
-    """The transpose of `_neighbours`, as rows: [n, 3 * rows, ...] -> [n * rows, ...]."""
-    before, own, after = jnp.split(x, 3, axis=1)
-    none = jnp.zeros_like(own[:1])
-    total = own + jnp.concatenate([before[1:], none]) + jnp.concatenate([none, after[:-1]])
-    return total.reshape(-1, *x.shape[2:])

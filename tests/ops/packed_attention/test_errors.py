@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.packed_attention import Plan
 
 ROWS = 8
 Q, KV = jnp.ones((ROWS, 4, 6)), jnp.ones((ROWS, 2, 6))
@@ -31,9 +30,6 @@ ERRORS = {
      r"visible_until is float64; write visible_until\.astype"),
     "until-causal": ({"visible_until": UNTIL, "causal": True}, ValueError,
      r"visible_until and causal=True.*leave causal away.*own index \+ 1"),
-    "banded": ({"plan": Plan("xla", way="banded")}, ValueError, r"way='banded' needs longest.*way='blocks'"),
-    "banded-cross": ({"plan": Plan("xla", way="banded"), "longest": 3, "kv_offsets": OFFSETS}, ValueError,
-     r"way='banded' needs queries and keys in one packing"),
     "wide": (dict.fromkeys("qkv", jnp.ones((ROWS, 1, 257))) | {"backend": "pallas"}, NotImplementedError,
      r"head_dim of at most 256, not 257\. Use 'xla'"),
     "cudnn-here": ({"backend": "cudnn"}, NotImplementedError, r"'cudnn' cannot run.*this is cpu.*Use backend='auto'"),

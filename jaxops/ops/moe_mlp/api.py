@@ -29,8 +29,8 @@ from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.fp8_matmul import check_grouped_recipe, shape_of
 from jaxops.ops.grouped_glu import SAVES, glu_of_rows
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
-from jaxops.ops.moe_mlp.fp8 import mlp_fp8
-from jaxops.ops.moe_mlp.plan import Plan, Problem, Spec, make_plan
+from jaxops.ops.moe_mlp import fp8
+from jaxops.ops.moe_mlp.plan import Plan, Problem, make_plan
 from jaxops.ops.moe_mlp.stored import mlp_stored
 from jaxops.ops.moe_mlp.xla import sums_of_choices, unit_bwd_xla, weights_of_rows
 from jaxops.ops.permute import check_routing, combine, permute, permute_within_groups
@@ -38,6 +38,20 @@ from jaxops.ops.route import Routing, partial_routing
 
 Experts = tuple[jax.Array, ...]  # the weights of gate, up and down
 Arrays = tuple[jax.Array, ...]  # one a piece
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The static part of a call, beside shapes; x_dtype and w_dtype are those of the gradients."""
+
+    plan: Plan
+    activation: str
+    save: str
+    precision: lax.Precision
+    compute_dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    x_dtype: jnp.dtype
+    w_dtype: jnp.dtype
 
 
 def moe_mlp(
@@ -142,8 +156,8 @@ def moe_mlp(
         plan = make_plan(
             Problem(*sizes, compute.name, fp8_recipe.name, stored), device, rows, backend=backend, plan=plan
         )
-        spec = Spec(plan, activation, save, compute, out, xs[0].dtype, w_dtype, recipe=fp8_recipe)
-        run = mlp_stored if stored else mlp_fp8
+        spec = fp8.Spec(plan, fp8_recipe, activation, save, compute, out, xs[0].dtype, w_dtype)
+        run = mlp_stored if stored else fp8.mlp_fp8
         found = tuple(
             jnp.zeros((x.shape[0], shape[-1]), out) if 0 in (*x.shape, *sizes)
             else run(spec, *vary_together(x, experts, routing))
@@ -154,7 +168,7 @@ def moe_mlp(
     precision, compute = resolve_precision(precision, compute)
     rows = tuned_rows("grouped_matmul", device, "grouped_glu", "permute")
     plan = make_plan(Problem(*sizes, compute.name), device, rows, backend=backend, plan=plan)
-    spec = Spec(plan, activation, save, compute, out, xs[0].dtype, w_dtype, precision)
+    spec = Spec(plan, activation, save, precision, compute, out, xs[0].dtype, w_dtype)
     found = _mlp(spec, *vary_together(xs, experts, routings))
     return found if isinstance(x, tuple) else found[0]
 

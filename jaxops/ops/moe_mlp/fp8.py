@@ -21,6 +21,7 @@ from jaxops._lib.arrays.precision import named_cast
 from jaxops._lib.numerics.fp8 import Quantized, magnitudes
 from jaxops.ops import fp8_matmul
 from jaxops.ops.fp8_matmul import (
+    Recipe,
     cols_of,
     half_precision_dgrad,
     half_precision_wgrad,
@@ -29,7 +30,7 @@ from jaxops.ops.fp8_matmul import (
     name_quantized,
     rows_of,
 )
-from jaxops.ops.moe_mlp.plan import Spec
+from jaxops.ops.moe_mlp.plan import Plan
 from jaxops.ops.moe_mlp.unit_fp8 import unit_bwd_cast, unit_cast
 from jaxops.ops.moe_mlp.xla import sums_of_choices, weights_of_rows
 from jaxops.ops.permute import combine, permute, permute_quantized
@@ -39,20 +40,31 @@ from jaxops.ops.route import Routing, choices_with_row, partial_routing
 Experts = tuple[jax.Array, ...]  # the weights of gate, up and down
 
 
-def _products(spec: Spec, part: str) -> fp8_matmul.Spec:
-    """Of one part, "unit" (gate and up) or "down"."""
-    assert spec.recipe is not None
-    compute = spec.compute_dtype.name
-    return fp8_matmul.Spec(spec.recipe, getattr(spec.plan, part), compute, spec.w_dtype.name, compute)
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The static part of a call, beside shapes. compute_dtype is that of all values that are not in FP8."""
 
+    plan: Plan
+    recipe: Recipe
+    activation: str
+    save: str
+    compute_dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    x_dtype: jnp.dtype
+    w_dtype: jnp.dtype
 
-def _casting(spec: Spec) -> str:
-    """The backend of all casts."""
-    return "xla" if spec.plan.backend == "xla" else "pallas"
+    def of(self, part: str) -> fp8_matmul.Spec:
+        """Of the products of one part, "unit" (gate and up) or "down"."""
+        compute = self.compute_dtype.name
+        return fp8_matmul.Spec(self.recipe, getattr(self.plan, part), compute, self.w_dtype.name, compute)
 
+    @property
+    def casting(self) -> str:
+        """The backend of all casts."""
+        return "xla" if self.plan.backend == "xla" else "pallas"
 
-def _cast(spec: Spec, source: Any, form: Format, layouts: Any = "row", **options) -> Quantized:
-    return cast(source, form, layouts, backend=_casting(spec), **options)[0]
+    def cast(self, source: Any, form: Format, layouts: Any = "row", **options) -> Quantized:
+        return cast(source, form, layouts, backend=self.casting, **options)[0]
 
 
 class _Saved(NamedTuple):
@@ -79,28 +91,27 @@ def _amax(form: Format, x: jax.Array, routing: Routing) -> jax.Array | None:
 def _rows_of_tokens(spec: Spec, x: jax.Array, form: Format, routing: Routing, amax: jax.Array | None) -> Quantized:
     """The row layout of the rows of x [T, D] in the order of experts."""
     assert spec.plan.rows is not None  # make_plan fills it
-    return permute_quantized(_cast(spec, x, form, amax=amax), routing, plan=spec.plan.rows)
+    return permute_quantized(spec.cast(x, form, amax=amax), routing, plan=spec.plan.rows)
 
 
 def _columns_of_tokens(spec: Spec, x: jax.Array, form: Format, routing: Routing, amax: jax.Array | None) -> Quantized:
     """Their column layout."""
     rows = Gathered(x, routing.row_indices)
-    return _cast(spec, rows, form, "col", group_offsets=routing.group_offsets, amax=amax)
+    return spec.cast(rows, form, "col", group_offsets=routing.group_offsets, amax=amax)
 
 
 def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, keep: bool) -> tuple[jax.Array, Any]:
     """(out [T, N], with keep what the backward reads)."""
-    unit, down, offsets = _products(spec, "unit"), _products(spec, "down"), routing.group_offsets
-    recipe = unit.recipe
+    unit, down, recipe, offsets = spec.of("unit"), spec.of("down"), spec.recipe, routing.group_offsets
     layouts = "both" if keep and "dgrad" not in recipe.half else "col"
     # As without a recipe. XLA rounds in the pass that takes a layer's weights out of a stack of all layers'; float32
     # ones would be copied there, and read again by each cast.
     experts = tuple(_at_most(w, spec.compute_dtype) for w in experts)
-    wide = _cast(spec, Beside(*experts[:2]), recipe.rhs, layouts)
-    narrow = _cast(spec, experts[2], recipe.rhs, layouts)
+    wide = spec.cast(Beside(*experts[:2]), recipe.rhs, layouts)
+    narrow = spec.cast(experts[2], recipe.rhs, layouts)
     amax, indices = _amax(recipe.lhs, x, routing), None
     if spec.plan.gather:
-        rows, indices = _cast(spec, x, recipe.lhs, amax=amax), routing.row_indices
+        rows, indices = spec.cast(x, recipe.lhs, amax=amax), routing.row_indices
     else:
         rows = _rows_of_tokens(spec, x, recipe.lhs, routing, amax)
     if spec.plan.unit_inside:
@@ -110,7 +121,7 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, keep: boo
     else:
         gate_up = multiply(unit, "fwd", rows_of(rows), cols_of(wide), offsets, unit.out_dtype)
         gate_up = checkpoint_name(gate_up, "moe_mlp.gate_up")
-        h = unit_cast(spec.activation, recipe, gate_up, offsets, backend=_casting(spec))
+        h = unit_cast(spec.activation, recipe, gate_up, offsets, backend=spec.casting)
     y = multiply(down, "fwd", rows_of(h), cols_of(narrow), offsets, down.out_dtype)
     out = checkpoint_name(combine(y, routing, out_dtype=spec.out_dtype, plan=spec.plan.rows), "moe_mlp.out")
     if not keep:
@@ -149,8 +160,7 @@ def _bwd(spec: Spec, residuals, dout: jax.Array):
     x, dout = lax.optimization_barrier((x, dout))
     if saved is None:
         _, saved = _run(spec, x, experts, routing, True)
-    unit, down, offsets = _products(spec, "unit"), _products(spec, "down"), routing.group_offsets
-    recipe = unit.recipe
+    unit, down, recipe, offsets = spec.of("unit"), spec.of("down"), spec.recipe, routing.group_offsets
     dout = dout.astype(spec.compute_dtype)
     amax = _amax(recipe.dout, dout, routing)
     if "dgrad" in recipe.half:
@@ -159,7 +169,7 @@ def _bwd(spec: Spec, residuals, dout: jax.Array):
         dy = _rows_of_tokens(spec, dout, recipe.dout, routing, amax)
         dh = multiply(down, "dgrad", rows_of(dy), rows_of(saved.weights[1]), offsets, down.out_dtype)
     dpre, h, dots = unit_bwd_cast(
-        spec.activation, recipe, dh, saved.gate_up, weights_of_rows(routing), offsets, backend=_casting(spec)
+        spec.activation, recipe, dh, saved.gate_up, weights_of_rows(routing), offsets, backend=spec.casting
     )
     if "dgrad" in recipe.half:
         drows = functools.reduce(

@@ -3,9 +3,6 @@
 import dataclasses
 from typing import Any, Literal
 
-import jax.numpy as jnp
-from jax import lax
-
 from jaxops._lib.numerics.fp8 import BLOCK
 from jaxops._lib.planning.device import Device, runs_gluon
 from jaxops._lib.planning.plans import ADA, AMPERE, BasePlan, Call, Planner
@@ -85,28 +82,6 @@ class Problem:
         how = {"recipe": self.recipe, "dtype": self.dtype, "G": self.E, "quantize_lhs": not self.stored}
         unit, down = (fp8_matmul.Problem(self.R, K, N, **how) for K, N in sizes)
         return unit, down
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """The static part of a call, beside shapes.
-
-    Attributes:
-      compute_dtype: of all values that are not in FP8.
-      x_dtype, w_dtype: of the gradients.
-      precision: of products that are not in FP8.
-      recipe: of those that are; "blockwise" for weights that are stored in FP8.
-    """
-
-    plan: Plan
-    activation: str
-    save: str
-    compute_dtype: jnp.dtype
-    out_dtype: jnp.dtype
-    x_dtype: jnp.dtype
-    w_dtype: jnp.dtype
-    precision: lax.Precision | None = None
-    recipe: fp8_matmul.Recipe | None = None
 
 
 def _triton(problem: Problem, device: Device) -> bool:

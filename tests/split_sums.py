@@ -1,15 +1,10 @@
-"""The work list of wgrad's split sums in NumPy, and how Triton's one is found on a CPU.
+"""The work list of wgrad's split sums in NumPy."""
 
-python -m tests.split_sums    # TRITON_INTERPRET=1: the Triton kernel's lists are these, for random offsets
-"""
-
-import os
-import sys
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxops._lib.ragged.work_list import COLUMNS, MOST_PARTS, STEP_ROWS, least_rows_of_part
+from jaxops._lib.ragged.work_list import MOST_PARTS, STEP_ROWS, least_rows_of_part
 
 
 class Entry(NamedTuple):
@@ -67,41 +62,3 @@ def cases() -> list[tuple[np.ndarray, int, int]]:
         M, G = int(2 ** rng.uniform(6, 14)), int(2 ** rng.uniform(0, 6))
         found.append((random_offsets(rng, M, G), M, int(rng.integers(2, 24))))
     return [case for case in found if case[1] // least_rows_of_part(case[1], case[2]) > 1]
-
-
-def interpreted(offsets: np.ndarray, M: int, split: int, counters: int) -> tuple[np.ndarray, int]:
-    """`schedule_parts` by Triton's interpreter."""
-    import pytest
-
-    from jaxops._lib.gluon import schedule_triton
-    from tests.interpret_triton import interpret
-
-    def call(given, *, kernel, out_type, grid, name, flops, **named):
-        work = np.full(out_type.shape, -77, np.int32)
-        interpret(kernel, grid, np.ascontiguousarray(given), work=work, **named)
-        return work
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule_triton, "triton_call", call)
-        work, entries = schedule_triton.schedule_parts(offsets, M, split, zeros=counters)
-    return np.asarray(work), entries
-
-
-def check(work: np.ndarray, entries: int, offsets: np.ndarray, M: int, split: int, counters: int) -> None:
-    """That a list is as `work_list`'s."""
-    want = work_list(offsets, M, split)
-    columns = work[: COLUMNS * entries].reshape(COLUMNS, entries)
-    assert len(want) <= entries
-    np.testing.assert_array_equal(columns[:4, : len(want)].T, np.array(want))
-    assert columns[4, 0] == len(want)
-    assert columns[5, 0] == 0
-    zeros = work[COLUMNS * entries :]
-    assert len(zeros) >= counters
-    assert not zeros.any()
-
-
-if __name__ == "__main__":
-    assert os.environ.get("TRITON_INTERPRET") == "1", "Triton reads it where it is imported"
-    for number, (offsets, M, split) in enumerate(cases()):
-        check(*interpreted(offsets, M, split, 31 * number), offsets, M, split, 31 * number)
-    print(f"{number + 1} lists", file=sys.stderr)

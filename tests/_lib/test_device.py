@@ -155,31 +155,14 @@ def test_what_gluon_kernels_need(monkeypatch, python, platform, installed, said)
 
 
 @pytest.mark.parametrize(
-    ("kind", "platform", "mib"),
+    ("kind", "mib", "gbps"),
     [
-        ("NVIDIA H100 80GB HBM3", "gpu", 50),
-        ("NVIDIA H200", "gpu", 50),
-        ("NVIDIA A100-SXM4-80GB", "gpu", 40),
-        ("NVIDIA B200", "gpu", 126),
-        ("NVIDIA H20", "gpu", None),
-        ("NVIDIA L4", "gpu", None),
-        ("NVIDIA H200", "cpu", None),
+        ("NVIDIA H100 80GB HBM3", 50, 3350), ("NVIDIA H100 NVL", 50, 3900), ("NVIDIA H100 PCIe", 50, 2000),
+        ("NVIDIA H200", 50, 4800), ("NVIDIA GH200 480GB", None, 4800), ("NVIDIA H20", None, 4000),
+        ("NVIDIA A100-SXM4-80GB", 40, None), ("NVIDIA B200", 126, None), ("NVIDIA L4", None, None),
     ],
-)
-def test_l2(kind, platform, mib):
-    assert Device(kind, platform).l2_bytes == (mib and mib << 20)
-
-
-@pytest.mark.parametrize(
-    ("kind", "gbps"),
-    [
-        ("NVIDIA H100 80GB HBM3", 3350),
-        ("NVIDIA H100 NVL", 3900),
-        ("NVIDIA H100 PCIe", 2000),
-        ("NVIDIA H200", 4800),
-        ("NVIDIA GH200 480GB", 4800),
-        ("NVIDIA L4", None),
-    ],
-)
-def test_memory_bandwidth(kind, gbps):
-    assert Device(kind, "gpu").memory_gbps == gbps
+)  # fmt: skip
+def test_l2_and_memory_bandwidth(kind, mib, gbps):
+    device = Device(kind, "gpu")
+    assert (device.l2_bytes, device.memory_gbps) == (mib and mib << 20, gbps)
+    assert Device(kind, "cpu").l2_bytes is None

@@ -13,13 +13,11 @@ from jaxops._lib.numerics.fp8 import (
     _FACTOR_BITS,
     AMAX_MAX,
     AMAX_MIN,
-    BLOCK,
     FP8,
     Quantized,
     cast_saturating,
     infinity_to_nan,
     magnitudes,
-    quantize_blocks,
     scale_and_factor,
 )
 from tests.ops.quantize.cases import np_cast, np_scale
@@ -142,37 +140,6 @@ def test_infinity_to_nan(dtype):
     assert got.dtype == jnp.float32
     assert np.isnan(got[:3]).all()
     np.testing.assert_array_equal(np.asarray(got[3:]).view(np.int32), x[3:].astype(np.float32).view(np.int32))
-
-
-@pytest.mark.parametrize("dtype", FP8)
-def test_quantize_blocks(dtype):
-    x = (
-        np.random.default_rng(0).normal(size=(6, 3 * BLOCK)).astype(np.float32)
-        * np.array([1, 1e-20, 1e20, 0, 1e-3, 1e5], np.float32)[:, None]
-    )
-    x[0, BLOCK:] *= 100  # another block, another scale
-    values, scales = jax.jit(functools.partial(quantize_blocks, dtype=dtype))(x)
-    assert (values.shape, scales.shape) == (x.shape, (6, 3))
-    for i, j in np.ndindex(6, 3):
-        block = x[i, j * BLOCK : (j + 1) * BLOCK]
-        scale, factor = np_scale(np.abs(block).max(), dtype)
-        assert scales[i, j] == scale
-        np.testing.assert_array_equal(
-            np.asarray(values[i, j * BLOCK : (j + 1) * BLOCK]).view(np.uint8),
-            np_cast(block * factor, dtype).view(np.uint8),
-        )
-
-
-def test_quantized_is_a_pytree():
-    """Arrays are leaves, what is not there is none; scaling and dtype belong to the structure."""
-    q = Quantized(jnp.ones((2, 3)), jnp.ones((1, 2)), scaling="block_1x128", dtype="float32")
-    assert [x.shape for x in jax.tree.leaves(q)] == [(2, 3), (1, 2)]
-    doubled = jax.jit(lambda q: jax.tree.map(lambda x: 2 * x, q))(q)
-    assert isinstance(doubled, Quantized)
-    assert (doubled.scaling, doubled.dtype, doubled.values_t) == ("block_1x128", "float32", None)
-    assert jax.tree.structure(q) != jax.tree.structure(
-        Quantized(q.values, q.scales, scaling="rowwise", dtype="float32")
-    )
 
 
 def test_transpose():

@@ -110,38 +110,6 @@ def test_groups_in_parts():
     np.testing.assert_array_equal(end[:6], np.asarray(offsets)[group[:6] + 1])
 
 
-OFFSETS = {
-    "one": [0, 100],
-    "ragged": [5, 75, 90, 90, 100],
-    "empty": [7, 7, 7],
-    "broken": [0, 100] * 15,
-    "beyond": [-5, 300, 2, 50],
-    "many": np.concatenate([[3], 3 + np.cumsum(np.random.default_rng(0).integers(0, 9, 300))]).tolist(),
-}
-
-
-@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
-@pytest.mark.parametrize("M", [100, 1777])
-@pytest.mark.gpu
-def test_triton_equals_pallas(offsets, M):
-    from jaxops._lib.gluon import schedule_triton
-
-    offsets = jnp.array(offsets, jnp.int32)
-    G = offsets.shape[0] - 1
-    for spans in ((), ((0, G // 2 + 1), (G // 2 + 1, G + 2))):
-        want = schedule_rows(offsets, M, 64, False, spans)
-        found, entries = schedule_triton.schedule_rows(offsets, M, 64, spans, zeros=300)
-        np.testing.assert_array_equal(columns(found[: 6 * entries]), columns(want))
-        assert found.shape[0] >= 6 * entries + 300
-        assert not found[6 * entries :].any()
-    for parts in ((), (G // 2,)):
-        want = columns(schedule_groups(offsets, M, False, parts=parts))
-        found, entries = schedule_triton.schedule_groups(offsets, M, parts, zeros=300)
-        np.testing.assert_array_equal(columns(found[: 6 * entries])[:, :G], want[:, :G])
-        assert found.shape[0] >= 6 * entries + 300
-        assert not found[6 * entries :].any()
-
-
 def test_triton_kernels_compile():
     pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
     from jaxops._lib.gluon import schedule_triton

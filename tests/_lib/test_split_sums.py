@@ -1,24 +1,30 @@
 """Sums over long groups that several programs share: the work list, and what programs do with it."""
 
-import os
-import subprocess
-import sys
-
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxops._lib.ragged.work_list import MOST_PARTS, STEP_ROWS, least_rows_of_part
+from jaxops._lib.ragged.work_list import COLUMNS, MOST_PARTS, STEP_ROWS, least_rows_of_part
 from tests.split_sums import bounds, cases, work_list
 
 pytestmark = pytest.mark.versions
 
 
-def test_the_list_in_tritons_interpreter():
-    """In a process of its own: Triton reads the variable where it is imported."""
-    pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run([sys.executable, "-m", "tests.split_sums"], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert f"{len(cases())} lists" in run.stderr
+@pytest.mark.hopper
+def test_the_kernels_list():
+    """As in NumPy, for random offsets and such that break the contract; with zeros behind it."""
+    from jaxops._lib.gluon.schedule_triton import schedule_parts
+
+    for number, (offsets, M, split) in enumerate(cases()[:24]):
+        want = work_list(offsets, M, split)
+        work, entries = schedule_parts(jnp.asarray(offsets), M, split, zeros=31 * number)
+        columns, zeros = np.split(np.asarray(work), [COLUMNS * entries])
+        columns = columns.reshape(COLUMNS, entries)
+        assert len(want) <= entries
+        np.testing.assert_array_equal(columns[:4, : len(want)].T, np.array(want))
+        assert columns[4:, 0].tolist() == [len(want), 0]
+        assert len(zeros) >= 31 * number
+        assert not zeros.any()
 
 
 def test_every_row_is_in_one_part():

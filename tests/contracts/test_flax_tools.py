@@ -1,6 +1,7 @@
 """Flax's own tools over every layer: tables, views, state, copies and lifted transformations."""
 
 import copy
+import functools
 import pickle
 
 import jax
@@ -114,3 +115,18 @@ def test_lifted_transformations(name):
     grads = nnx.eval_shape(lambda stack: nnx.jit(nnx.grad(loss))(stack), stack)
     wanted = nnx.state(stack, nnx.Param)
     assert jax.tree.map(jnp.shape, nnx.to_pure_dict(grads)) == jax.tree.map(jnp.shape, nnx.to_pure_dict(wanted))
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if "Parallel" not in name])
+def test_as_linens(name):
+    """Each key makes parameters of its own, and what is applied is what was initialised: the NNX layer's result."""
+    make, x = functools.partial(EVERY[name][0], backend="xla"), inputs(name)
+    layer = nnx.bridge.to_linen(lambda *, rngs: make(rngs))
+    init = jax.jit(layer.init)
+    first, second, again = (init(jax.random.key(seed), *x) for seed in (0, 1, 0))
+    same(first, again)
+    differ = [np.abs(a - b).max() > 1e-2 for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True)]
+    assert any(differ) != ("Ada" in name)  # whose modulation starts at zero
+    module = made(name)
+    nnx.update(module, nnx.State(second["params"]))
+    same(jax.jit(layer.apply)(second, *x), nnx.jit(lambda layer, *x: layer(*x))(module, *x))

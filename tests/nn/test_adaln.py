@@ -1,7 +1,6 @@
-"""The adaptive norms and the adaLN-Zero block against unfused code, and as Flax modules."""
+"""The adaptive norms and the adaLN-Zero block: their options, how they start, errors."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,12 @@ from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock, AdaRMSNorm, MoE, Router
 from jaxops.ops.adaln import Plan
 from tests.arrays import put
 from tests.compare import assert_close
+from tests.contracts.entry import reference
 
 T, D, C, B = 13, 8, 6, 4
 OFFSETS = (0, 5, 5, 6, 11)  # sequence 1 is empty, the last two rows are in no sequence
-INSIDE = ((np.arange(T) >= OFFSETS[0]) & (np.arange(T) < OFFSETS[-1])).astype(np.float32)[:, None]
 NORMS = {"layer": AdaLayerNorm, "rms": AdaRMSNorm}
+WITHOUT_BIAS = functools.partial(nnx.Linear, use_bias=False)
 
 
 # Compiled whole: operation by operation, JAX would compile every one of them.
@@ -38,14 +38,6 @@ def offsets() -> jax.Array:
 
 def inputs(per_token: bool = False, dtype=jnp.float32, columns: int = C) -> tuple[jax.Array, jax.Array, jax.Array]:
     return numbers(0, T, D, dtype=dtype), numbers(1, T if per_token else B, columns, dtype=dtype), offsets()
-
-
-WITHOUT_BIAS = functools.partial(nnx.Linear, use_bias=False)
-
-
-def columns_of(options: dict, parts: int) -> int:
-    """Of cond."""
-    return parts * D if options.get("cond_features", C) is None else C
 
 
 class Mixer(nnx.Module):
@@ -79,88 +71,60 @@ def norm_layer(norm: str, **options) -> AdaLayerNorm | AdaRMSNorm:
     return module
 
 
-def rows_of_sequences(values: jax.Array) -> jax.Array:
-    """Each row's own vector of values [B, D] or [T, D]; zero outside."""
-    if values.shape[0] == T:
-        return values * INSIDE
-    return jnp.matmul(
-        np.stack(
-            [(start <= np.arange(T)) & (np.arange(T) < end) for start, end in itertools.pairwise(OFFSETS)], axis=1
-        ).astype(np.float32),
-        values,
-        precision="highest",
-    )
-
-
-def plain_norm(norm: str, x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
-    x = x.astype(jnp.float32)
-    x = x - x.mean(axis=1, keepdims=True) if norm == "layer" else x
-    return x / jnp.sqrt((x**2).mean(axis=1, keepdims=True) + epsilon)
-
-
-def heads(module, cond: jax.Array, parts: int) -> list[jax.Array]:
-    """Each row's own parts of the modulation, float32."""
+def modulation(module, cond: jax.Array, parts: int) -> list[jax.Array]:
     cond = cond.astype(jnp.float32)
     if module.cond_features is None:
         made = cond + module.modulation[...].reshape(1, -1)
     else:
-        made = jnp.matmul(cond * jax.nn.sigmoid(cond), module.modulation.kernel[...], precision="highest")
+        made = jnp.matmul(jax.nn.silu(cond), module.modulation.kernel[...], precision="highest")
         made = made if module.modulation.bias is None else made + module.modulation.bias[...][None, :]
-    return [rows_of_sequences(part) for part in jnp.split(made.astype(jnp.float32), parts, axis=1)]
+    return jnp.split(made, parts, axis=1)
 
 
-def unfused_norm(module: AdaLayerNorm | AdaRMSNorm, x: jax.Array, cond: jax.Array) -> jax.Array:
-    y = plain_norm(module.norm, x, module.epsilon)
-    y = y if module.weight is None else y * module.weight[...][None, :]
-    y = y if module.bias is None else y + module.bias[...][None, :]
-    gelu = {"gelu": functools.partial(jax.nn.gelu, approximate=False), "gelu_tanh": jax.nn.gelu}
-    y = {None: lambda y: y, "silu": jax.nn.silu, **gelu}[module.activation](y)
-    scale, shift = heads(module, cond, 2)
-    return (y * (1 + scale) + shift) * INSIDE
+def wanted_norm(module, x: jax.Array, scale: jax.Array, shift: jax.Array, epsilon: float, **options) -> jax.Array:
+    """By the op's reference, of float32."""
+    sequences = {"sequence_offsets": offsets(), "norm": module.norm, "per": module.per, "epsilon": epsilon}
+    return reference("adaln", x=x, scale=scale, shift=shift, **sequences, **options)
 
 
-def unfused_block(module: AdaLNZeroBlock, x: jax.Array, cond: jax.Array) -> jax.Array:
-    scale1, shift1, gate1, scale2, shift2, gate2 = heads(module, cond, 6)
+def wanted_of_norm(module, x: jax.Array, cond: jax.Array) -> jax.Array:
+    weight, bias = (None if p is None else p[...] for p in (module.weight, module.bias))
+    options = {"weight": weight, "bias": bias, "activation": module.activation}
+    return wanted_norm(module, x, *modulation(module, cond, 2), module.epsilon, **options)
+
+
+def wanted_of_block(module: AdaLNZeroBlock, x: jax.Array, cond: jax.Array) -> jax.Array:
+    scale1, shift1, gate1, scale2, shift2, gate2 = modulation(module, cond, 6)
     eps1, eps2 = module.epsilon if isinstance(module.epsilon, tuple) else (module.epsilon,) * 2
-    y = (plain_norm(module.norm, x, eps1) * (1 + scale1) + shift1) * INSIDE
-    x = x + gate1 * module.mixer(y, offsets())
-    y = (plain_norm(module.norm, x, eps2) * (1 + scale2) + shift2) * INSIDE
-    return x + gate2 * module.mlp(y)
+    gate = functools.partial(reference, "gated_residual", sequence_offsets=offsets(), per=module.per)
+    mixed = module.mixer(wanted_norm(module, x, scale1, shift1, eps1), offsets())
+    x = gate(residual=x, h=mixed, gate=gate1)
+    return gate(residual=x, h=module.mlp(wanted_norm(module, x, scale2, shift2, eps2)), gate=gate2)
 
 
-def outputs_and_gradients(f, module, x, cond) -> list[jax.Array]:
-    """y, and the gradients of sum(sin(y))."""
-    graphdef, params = nnx.split(module)
-
-    @jax.jit
-    def both(params, x, cond):
-        y, back = jax.vjp(lambda params, x, cond: f(nnx.merge(graphdef, params), x, cond), params, x, cond)
-        return y, back(jnp.cos(y))
-
+def check(module, wanted, per_token: bool) -> None:
+    parts = 6 if wanted is wanted_of_block else 2
+    x, cond, _ = inputs(per_token, columns=parts * D if module.cond_features is None else C)
     with jax.default_matmul_precision("highest"):
-        return jax.tree.leaves(both(params, x, cond))
+        assert_close(apply(module, x, cond, offsets()), nnx.jit(wanted)(module, x, cond), "float32")
 
 
+# tests/contracts has these layers with their gradients; here their options.
 @pytest.mark.parametrize(
     ("options", "per_token"),
     [
-        ({}, False),
         ({"use_weight": True, "use_bias": True, "activation": "silu"}, True),
-        ({"use_weight": True, "epsilon": 0.1, "activation": "gelu_tanh", "linear": WITHOUT_BIAS}, False),
+        ({"epsilon": 0.1, "activation": "gelu_tanh", "linear": WITHOUT_BIAS}, False),
         ({"cond_features": None, "per": "row"}, True),
     ],
-    ids=["plain", "affine", "no-head-bias", "table"],
+    ids=["affine", "no-head-bias", "table"],
 )
 @pytest.mark.parametrize("norm", NORMS)
-def test_norms_and_their_gradients(norm, options, per_token):
-    module, (x, cond, _) = norm_layer(norm, **options), inputs(per_token, columns=columns_of(options, 2))
-    assert [module.weight is not None, module.bias is not None] == [
-        options.get("use_weight", False),
-        options.get("use_bias", False),
-    ]
-    got = outputs_and_gradients(lambda module, x, cond: module(x, cond, offsets()), module, x, cond)
-    for ours, wanted in zip(got, outputs_and_gradients(unfused_norm, module, x, cond), strict=True):
-        assert_close(ours, wanted, "float32")
+def test_norms(norm, options, per_token):
+    module = norm_layer(norm, **options)
+    used = [options.get("use_weight", False), options.get("use_bias", False)]
+    assert [module.weight is not None, module.bias is not None] == used
+    check(module, wanted_of_norm, per_token)
 
 
 @pytest.mark.parametrize(
@@ -173,11 +137,8 @@ def test_norms_and_their_gradients(norm, options, per_token):
     ],
     ids=["two-epsilons", "rms", "table", "no-head-bias"],
 )
-def test_block_and_its_gradients(options, per_token):
-    module, (x, cond, _) = block(**options), inputs(per_token, columns=columns_of(options, 6))
-    got = outputs_and_gradients(lambda module, x, cond: module(x, cond, offsets()), module, x, cond)
-    for ours, wanted in zip(got, outputs_and_gradients(unfused_block, module, x, cond), strict=True):
-        assert_close(ours, wanted, "float32")
+def test_block(options, per_token):
+    check(block(**options), wanted_of_block, per_token)
 
 
 @pytest.mark.parametrize("module", [functools.partial(norm_layer, "layer"), block], ids=["norm", "block"])
@@ -194,7 +155,8 @@ def test_backend_and_plan_are_passed_on(module):
 def test_norms_start_as_plain_norms(norm):
     x, cond, _ = inputs()
     module = NORMS[norm](D, C, use_weight=True, use_bias=True, rngs=nnx.Rngs(0))
-    assert_close(apply(module, x, cond, offsets()), plain_norm(norm, x) * INSIDE, "float32")
+    plain = wanted_norm(module, x, jnp.zeros((B, D)), jnp.zeros((B, D)), 1e-6)
+    assert_close(apply(module, x, cond, offsets()), plain, "float32")
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -218,7 +180,7 @@ def test_a_block_in_bfloat16():
     got = apply(module, x, cond, offsets())
     assert got.dtype == jnp.bfloat16
     assert set(seen) == {jnp.dtype(jnp.bfloat16)}
-    assert_close(got, unfused_block(module, x.astype(jnp.float32), cond), "bfloat16")
+    assert_close(got, wanted_of_block(module, x.astype(jnp.float32), cond), "bfloat16")
     gradient = nnx.jit(nnx.grad(lambda module, *args: jnp.sum(module(*args).astype(jnp.float32))))(
         module, x, cond, offsets()
     )
@@ -230,8 +192,8 @@ def test_a_table_starts_as_what_it_is_added_to(norm):
     x, cond, _ = inputs(columns=2 * D)
     module = NORMS[norm](D, None, rngs=nnx.Rngs(0))
     assert module.modulation.shape == (2, D)
-    scale, shift = (rows_of_sequences(part) for part in jnp.split(cond, 2, axis=1))
-    assert_close(apply(module, x, cond, offsets()), (plain_norm(norm, x) * (1 + scale) + shift) * INSIDE, "float32")
+    want = wanted_norm(module, x, *jnp.split(cond, 2, axis=1), 1e-6)
+    assert_close(apply(module, x, cond, offsets()), want, "float32")
 
 
 def test_a_mixer_with_offsets_of_its_own():
@@ -261,8 +223,11 @@ def test_as_many_sequences_as_rows():
             make(per=per)(x, cond, each)
     got = {per: apply(norm(per=per), x, cond, each) for per in ("sequence", "row")}
     scale, shift = jnp.split(norm().modulation(jax.nn.silu(cond)), 2, axis=1)
-    assert_close(got["row"], plain_norm("layer", x) * (1 + scale) + shift, "float32")
-    assert_close(got["sequence"], plain_norm("layer", x) * (1 + scale[2:3]) + shift[2:3], "float32")
+    plain = reference(
+        "adaln", x=x, scale=jnp.zeros((1, D)), shift=jnp.zeros((1, D)), sequence_offsets=jnp.array([0, 5])
+    )
+    assert_close(got["row"], plain * (1 + scale) + shift, "float32")
+    assert_close(got["sequence"], plain * (1 + scale[2:3]) + shift[2:3], "float32")
 
 
 def test_a_mixture_of_experts_as_mlp():
@@ -272,7 +237,7 @@ def test_a_mixture_of_experts_as_mlp():
     got, routing = apply(block(mlp=experts), x, cond, offsets())
     assert routing.load.sum() == 2 * T
     alone = block(mlp=lambda y: experts(y)[0])
-    assert_close(got, nnx.jit(unfused_block)(alone, x, cond), "float32")
+    assert_close(got, nnx.jit(wanted_of_block)(alone, x, cond), "float32")
 
 
 @pytest.mark.parametrize(("x", "cond", "sequence_offsets", "says"), [

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops._lib.planning.device import gluon_missing
-from jaxops.nn import MoE, Router, RouterBias
+from jaxops.nn import MoE, Router, RouterBias, SharedExperts
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.hopper import on_h200
@@ -61,30 +60,6 @@ def every_expert(params: dict, x: jax.Array, routing: jaxops.Routing, activation
         return jnp.einsum("etd,te->td", each, share)
 
 
-def outputs_and_gradients(f, params, x):
-    """(y, gradients of sum(sin(y)) of all parameters and of x)"""
-
-    @jax.jit
-    def both(params, x):
-        y, back = jax.vjp(f, params, x)
-        return y, back(jnp.cos(y))
-
-    return both(params, x)
-
-
-def check(moe: MoE, x: jax.Array, activation=jax.nn.silu, wrap=lambda layer: layer) -> None:
-    graphdef, params, rest = nnx.split(moe, nnx.Param, ...)
-
-    def plain(params, x):
-        module = nnx.merge(graphdef, params, rest)
-        return every_expert(nnx.to_pure_dict(params), x, module.router(x), activation)
-
-    got = outputs_and_gradients(wrap(lambda params, x: nnx.merge(graphdef, params, rest)(x)[0]), params, x)
-    want = outputs_and_gradients(plain, params, x)
-    for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        assert_close(ours, wanted, "float32", jax.tree_util.keystr(path), scale=5)
-
-
 CASES = {
     "relu-capacity": {
         "activation": "relu",
@@ -96,10 +71,14 @@ CASES = {
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_equals_every_token_by_itself(options):
-    moe = make(**options)
-    if "capacity" in options.get("router", {}):
-        assert (moe.router(tokens()).row_positions == T * K).any(), "nothing is dropped"
-    check(moe, tokens(), {"relu": jax.nn.relu}.get(options.get("activation"), jax.nn.silu))
+    """With options that the layer in tests/contracts has not, which has the gradients."""
+    moe, x = make(**options), tokens()
+    y, routing = apply(moe, x)
+    if "capacity" in options["router"]:
+        assert (routing.row_positions == T * K).any(), "nothing is dropped"
+    params = nnx.to_pure_dict(nnx.state(moe, nnx.Param))
+    activation = {"relu": jax.nn.relu}.get(options.get("activation"), jax.nn.silu)
+    assert_close(y, every_expert(params, x, routing, activation), "float32", scale=5)
 
 
 def test_backend():
@@ -212,21 +191,29 @@ def test_router_bias():
     np.testing.assert_array_equal(router.selection_bias[...], [1.0, 1.0, 99.0, 1.0])
 
 
-def test_logits_are_no_tf32():
+@pytest.mark.parametrize(
+    ("layer", "columns"),
+    [
+        (lambda: make(backend="xla", precision=None), E),
+        (lambda: SharedExperts(D, F, gated=True, dtype=jnp.bfloat16, backend="xla", rngs=nnx.Rngs(0)), 1),
+    ],
+    ids=["router", "token_gate"],
+)
+def test_small_products_are_no_tf32(layer, columns):
     """A GPU multiplies float32 in TF32 unless the product says HIGHEST: as traced for one, forward and both gradients.
 
     A router's product with bfloat16 tokens: tests/ops/route/test_logits.py.
     """
-    moe = make(backend="xla", precision=None)
-    graphdef, params = nnx.split(moe)
+    graphdef, params = nnx.split(layer())
 
     def loss(params, x):
-        y, routing = nnx.merge(graphdef, params)(x)
-        return jnp.sum(y.astype(jnp.float32)) + routing.aux_loss
+        results = jax.tree.leaves(nnx.merge(graphdef, params)(x))
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in results if jnp.issubdtype(y.dtype, jnp.floating))
 
     with on_h200():
         jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(params, tokens(25, D)).jaxpr
-    results = {(E, 25), (E, D), (D, 25)}  # of the logits, the kernel's gradient and x's, in whichever order
+    # Of the product, its weight's gradient and x's, in whichever order.
+    results = {tuple(sorted(shape)) for shape in ((columns, 25), (columns, D), (D, 25))}
     found = set()
     for product in (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"):
         shapes = [tuple(sorted(atom.aval.shape)) for atom in (*product.invars, *product.outvars)]
@@ -260,16 +247,6 @@ def test_fan_in_is_one_expert(experts):
     moe = MoE(experts, 128, 64, router=lambda x: jaxops.route(x, 1), rngs=nnx.Rngs(0))
     for kernel, fan_in in ((moe.gate, 128), (moe.up, 128), (moe.down, 64)):
         assert jnp.std(kernel[...]) == pytest.approx(fan_in**-0.5, rel=0.05)
-
-
-def test_a_router_is_made_with_the_layers_keys():
-    x = tokens()
-    given = make()
-    made = MoE(
-        E, D, F, router=functools.partial(Router, k=K), kernel_init=numbers, precision="highest", rngs=nnx.Rngs(0)
-    )
-    np.testing.assert_array_equal(made.router.kernel[...], given.router.kernel[...])
-    np.testing.assert_array_equal(apply(made, x)[0], apply(given, x)[0])
 
 
 def test_expert_axis_outside_of_shard_map():

@@ -2,13 +2,15 @@
 
 import pytest
 
-from jaxops.ops import adaln, packed_attention, permute, route
+from jaxops.ops import adaln, grouped_glu, grouped_matmul, packed_attention, permute, route
 
 # How tiles are made rightly, and what is wrong with others.
 RIGHT = {
     route: {"rows": 16, "step": 4, "warps": 4},
     permute: {"rows": 2, "block": 256, "choices": 8, "warps": 4},
     adaln: {"rows": 16, "step": 1, "block": 128, "warps": 4},
+    grouped_matmul: {"bm": 64, "bn": 64, "bk": 32},
+    grouped_glu: {"rows": 4, "columns": 128, "warps": 4},
     packed_attention: {"bq": 16, "bk": 16, "warps": 4, "stages": 2},
 }
 POWER = "power of two"
@@ -19,8 +21,12 @@ WRONG = [
     (adaln, {"block": 100}, POWER), (adaln, {"step": 32}, r"at most Tiles\.rows=16"),
     (packed_attention, {"bq": 24}, "power of two and at least 16"), (packed_attention, {"bk": 8}, "at least 16"),
     (packed_attention, {"warps": 16}, "at most 8"), (packed_attention, {"stages": 0}, ""),
-    *((op, {"warps": 6}, POWER) for op in (route, permute, adaln)),
-    *((op, {"warps": 64}, "at most 32") for op in (route, permute, adaln)),
+    *((grouped_matmul, {field: value}, "power of two.*16") for field, value in (("bm", 48), ("bn", 8), ("bk", -64))),
+    (grouped_matmul, {"warps": 3}, "power of two and at most 16"), (grouped_matmul, {"stages": 0}, "at least 1"),
+    (grouped_matmul, {"panel": 0}, "at least 1"),
+    (grouped_glu, {"rows": 12}, POWER), (grouped_glu, {"columns": 0}, POWER),
+    *((op, {"warps": 6}, POWER) for op in (route, permute, adaln, grouped_glu)),
+    *((op, {"warps": 64}, "at most 32") for op in (route, permute, adaln, grouped_glu)),
 ]  # fmt: skip
 
 

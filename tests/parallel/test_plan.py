@@ -115,7 +115,6 @@ def newer(test):
     return pytest.mark.versions(NEWER(test))
 
 
-
 @newer
 @pytest.mark.parametrize(
     ("backend", "columns", "x64"), [("auto", 64, False), ("auto", 200, True), ("mosaic", 200, False)]

@@ -1,8 +1,5 @@
 """Both products and their gradients over 1, 2 and 4 host devices, beside the product of whole arrays."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,37 +172,3 @@ def test_a_megatron_block():
     for got, twice, want in zip(*map(jax.tree.leaves, (first, again, jax.jit(alone)((up, down), x))), strict=True):
         assert_close(got, want, "float32", scale=5)
         np.testing.assert_array_equal(got, twice)
-
-
-@pytest.mark.parametrize(
-    ("name", "how"), [*((name, {}) for name in PRODUCTS), ("all_gather_matmul", {"save": "gathered"})]
-)
-def test_second_derivative(name, how):
-    x, w, bias, _ = make(8, 8, 8)
-    f = over(mesh_of(2), name, bias=True, **how)
-
-    def gradient(f, x, w):
-        return jnp.sum(jax.grad(lambda w: jnp.sum(jnp.sin(f(x, w, bias))))(w) ** 2)
-
-    both = [
-        jax.jit(jax.grad(gradient, argnums=(1, 2)), static_argnums=0)(g, x, w)
-        for g in (f, lambda x, w, bias: x @ w + bias[None])
-    ]
-    for got, want in zip(*both, strict=True):
-        assert_close(got, want, "float32", scale=5)
-
-
-EIGHT = """
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-from tests.parallel.cases import PRODUCTS, make, mesh_of, over, results, wanted
-from tests.parallel.test_values import check
-x, w, bias, dy = make(24, 16, 8)
-for name in PRODUCTS:
-    check(results(over(mesh_of(8), name, bias=True), (x, w, bias), (), dy), wanted(x, w, bias, dy), "float32")
-"""
-
-
-def test_eight_devices():
-    done = subprocess.run([sys.executable, "-c", EIGHT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -57,12 +57,8 @@ class FusedTiles(TileOrder):
 
     Attributes:
       stages: pipeline stages: 3, or 4, which leaves each consumer warp group one buffer to store from instead of two.
-        H200, 2026-11-22, qwen3_30b's 32,768 rows as a router fills the groups: 381 us with 4 and dynamic, 391 with 3
-        and dynamic, 401 with 3 and not; with what the backward reads saved, 397, 413 and 413. Where groups are long,
-        the card's power is the bound; with long sums the fourth stage costs more than it hides. H100, 2026-11-26, the
-        same with 4 and 3 stages, dynamic: D 7168, F 2048, 256 groups of 128 rows 7,251 and 6,449 us; D 5120, F 1536,
-        160 groups of 154 rows 2,600 and 2,104; D 2560, F 1280, 64 groups of 1,024 rows 1,302 and 1,330, 1,311 with 3
-        and not dynamic (profiles/tails.csv).
+        Where groups are long, the card's power is the bound; with long sums the fourth stage costs more than it hides
+        (docs/notes/2026-11-26_moe_layer.md).
     """
 
     stages: int = 3

@@ -31,24 +31,6 @@ PROBLEM = Problem(8, 4096, 1024, 3584, "bfloat16")
 PRODUCT = grouped_matmul.Problem(8, 4096, 1024, 3584, "bfloat16")
 
 
-def test_explicit_then_heuristic():
-    chosen = make_plan(PROBLEM, A100)
-    assert chosen == Plan(
-        "pallas",
-        heuristic("fwd", PROBLEM, H200),
-        heuristic("bwd", PROBLEM, H200),
-        choices(grouped_matmul.make_plan(PRODUCT, A100)),
-    )
-    mine = Plan(bwd=Tiles(1, 64, 1))
-    products = choices(grouped_matmul.make_plan(PRODUCT, H200, backend="pallas"))
-    assert make_plan(PROBLEM, H200, plan=mine) == Plan(
-        "pallas", heuristic("fwd", PROBLEM, H200), Tiles(1, 64, 1), products
-    )
-    assert "bwd=Tiles(rows=1, columns=64, warps=1), products=Plan(backend='pallas'" in str(
-        make_plan(PROBLEM, H200, plan=mine)
-    )
-
-
 def test_the_products_take_their_tuned_rows():
     """Of the width that is multiplied: gate and up together where they are one array."""
     tiles = grouped_matmul.Tiles(16, 16, 16)

@@ -57,7 +57,7 @@ def test_float32(run, transpose_rhs, sizes, before, after):
         ),
     ],
 )
-@pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS)
+@pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS[1:4:2])
 def test_half(run, dtype, sizes, before, after):
     check(make_case(sizes, 64, 48, dtype=dtype, before=before, after=after), run, kind=dtype, precision=None)
 
@@ -98,20 +98,6 @@ def test_random_routings(run, data):
 def test_a_hundred_groups(run):
     """More than one program of the work list's kernel sorts."""
     check(make_case(np.random.default_rng(0).integers(0, 4, 100), 8, 16, before=1, after=2), run)
-
-
-@pytest.mark.parametrize("run", KERNELS)
-@hypothesis.settings(max_examples=2)
-@hypothesis.given(
-    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=5),
-    K=st.integers(1, 70),
-    N=st.integers(1, 70),
-    after=st.integers(0, 9),
-    transpose_rhs=st.booleans(),
-)
-def test_random_shapes(run, sizes, K, N, after, transpose_rhs):
-    hypothesis.assume(sum(sizes) + after > 0)
-    check(make_case(sizes, K, N, after=after), run, transpose_rhs=transpose_rhs)
 
 
 @pytest.mark.gpu
@@ -155,32 +141,17 @@ def test_compute_dtype(run):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("accumulate", "dtype"), [(False, "float32"), (True, "bfloat16")], ids=["fresh", "accumulate"])
 def test_wgrad(run, accumulate, dtype):
-    check_wgrad(run, accumulate, [17, 0, 40, 6], 37, 53, dtype, "float32")
-
-
-def check_wgrad(run, accumulate, sizes, K, N, dtype, out_dtype):
-    case = make_case(sizes, K, N, dtype=dtype, before=2, after=5)
-    before = np.random.default_rng(1).normal(size=(4, K, N)).astype(out_dtype)
+    """The sum of a group without rows is zero, or to the bit what it was."""
+    K, N, case = 37, 53, make_case([17, 0, 40, 6], 37, 53, dtype=dtype, before=2, after=5)
+    before = np.random.default_rng(1).normal(size=(4, K, N)).astype(np.float32)
     before[1, 0, 0] = -0.0
-    got = jax.jit(
-        lambda lhs, dout, acc: jaxops.grouped_wgrad(
-            lhs,
-            dout,
-            case.offsets,
-            precision="highest",
-            out_dtype=None if accumulate else out_dtype,
-            accumulate_into=acc if accumulate else None,
-            plan=plan_of(run),
-        )
-    )(case.lhs, case.dout, before)
-    assert got.dtype == jnp.dtype(out_dtype)
-    assert_close(
-        got,
-        WGRAD_REFERENCE(case.lhs, case.dout, case.offsets, accumulate_into=before if accumulate else None),
-        out_dtype,
-    )
-    unchanged = before[1] if accumulate else np.zeros((K, N), out_dtype)
-    assert np.asarray(got[1]).tobytes() == unchanged.tobytes()
+    options = {"accumulate_into": before} if accumulate else {"out_dtype": "float32"}
+    wgrad = functools.partial(jaxops.grouped_wgrad, precision="highest", plan=plan_of(run))
+    got = jax.jit(lambda lhs, dout: wgrad(lhs, dout, case.offsets, **options))(case.lhs, case.dout)
+    assert got.dtype == jnp.float32
+    into = before if accumulate else None
+    assert_close(got, WGRAD_REFERENCE(case.lhs, case.dout, case.offsets, accumulate_into=into), "float32")
+    assert np.asarray(got[1]).tobytes() == (before[1] if accumulate else np.zeros((K, N), np.float32)).tobytes()
 
 
 @pytest.mark.parametrize("run", KERNELS)

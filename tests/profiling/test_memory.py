@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxops import offload
 from jaxops.offload.reports import needed_bytes
 from jaxops.profiling import memory, trace
+from jaxops.profiling.memory import _numbers
 
 pytestmark = pytest.mark.versions
 
@@ -70,8 +71,12 @@ def test_stacks_of_kept_residuals_are_largest(kept):
     assert abs(peak.unexplained_bytes) < 0.01 * peak.peak_bytes
 
 
-def test_results_of_a_long_tuple_and_a_long_table():
-    """An index above 127 takes two bytes in XLA's record."""
+def test_an_index_above_127_takes_two_bytes():
+    """In XLA's record, of results of loops with so many arrays."""
+    assert _numbers(b"\x05\x96\x01") == [5, 150]
+
+
+def test_a_long_table_ends_with_sums():
     peak = memory(jax.jit(lambda x: [(i + x) * jnp.ones(150 + i) for i in range(150)]), jnp.ones(()))
     shapes = [each.shape for each in peak.holders if each.kind == "output" and each.bytes > 4 * 100]
     assert shapes == [f"f32[{150 + i}]" for i in reversed(range(150))]

@@ -1,13 +1,17 @@
 """Steps that are profiled as they are called, on this machine's device."""
 
+import itertools
+import types
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
 
-from jaxops.profiling import Profiled, profile
-from jaxops.profiling.trace import ProfilerBusy, recorded
+from jaxops.profiling import Profiled, profile, profiled
+from jaxops.profiling.building import programs_of
+from jaxops.profiling.trace import Event, ProfilerBusy, recorded
 
 pytestmark = pytest.mark.versions
 
@@ -118,6 +122,20 @@ def test_a_function_that_is_not_jitted():
     assert report.memory is not None, "of the program with most time"
 
 
+def test_times_are_those_of_one_step(monkeypatch):
+    """By a clock that goes on by a second each time it is read."""
+    clock = itertools.count()
+    monkeypatch.setattr(profiled, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    report = profile(double, x, steps=4)
+    assert (report.step_us, report.profiled_us) == (250_000, 250_000)
+
+
+def test_a_name_of_different_programs_is_nobodys():
+    programs = [jax.jit(lambda x, i=i: x * i).lower(x).compile() for i in (2, 3)]
+    event = Event("mul", 0.0, 1.0, 0, "", programs[0].runtime_executable().hlo_modules()[0].name)
+    assert programs_of([event]) == {}
+
+
 def test_static_arguments():
     power = jax.jit(lambda n, x: x @ x + n, static_argnums=0)
     assert profile(power, 2, x, steps=1).kernels
@@ -128,15 +146,15 @@ def test_an_error_of_the_step_ends_the_recording():
 
     def step(x):
         calls.append(1)
-        if len(calls) == 4:  # the first recorded one
+        if len(calls) == 5:  # the first recorded one
             raise ZeroDivisionError
         return double(x)
 
-    profiled = Profiled(step, steps=1)
-    for _ in range(3):
-        profiled(x)
+    failing = Profiled(step, steps=1)
+    for _ in range(4):
+        failing(x)
     with pytest.raises(ZeroDivisionError):
-        profiled(x)
+        failing(x)
     with recorded() as events:  # nothing else records
         double(x).block_until_ready()
     assert events

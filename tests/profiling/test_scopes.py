@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxops.profiling.hlo import module_of
+from jaxops.profiling.hlo import Module, module_of
 from jaxops.profiling.scopes import Scope, own_metadata, scope_of
 
 pytestmark = pytest.mark.versions
@@ -54,3 +54,27 @@ def test_without_named_scopes_the_classes_of_the_stack_are_the_path():
     assert (("Mlp", "Linear"), "forward") in scopes
     # The product's: jnp.tanh is jitted, and JAX keeps its gradient with the stack of the first call of that shape.
     assert (("Mlp", "Linear"), "backward") in scopes
+
+
+FUSION = """HloModule jit_step
+
+%inner (a: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %exp = f32[] exponential(f32[] %a), metadata={op_name="jit(step)/jvp(Net)/mlp/exp"}
+}
+
+%outer (b: f32[]) -> f32[] {
+  %b = f32[] parameter(0), metadata={op_name="jit(step)/mul"}
+  ROOT %called = f32[] fusion(f32[] %b), kind=kLoop, calls=%inner
+}
+
+ENTRY %main (x: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  ROOT %fusion = f32[] fusion(f32[] %x), kind=kLoop, calls=%outer
+}
+"""
+
+
+def test_a_fusion_without_a_scope_has_that_of_its_inside():
+    module = Module(FUSION)
+    assert module.scope(module.instructions["fusion"]) == Scope(("Net", "mlp"), "exp", "forward")

@@ -239,15 +239,6 @@ def test_the_command_on_a_program(measured, monkeypatch):
     assert "--from-step" in text
 
 
-def test_the_command_on_a_program_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(command_line, "problems_of", lambda words: [(SMALL, 1)])
-    with jax.default_device(jax.devices("cpu")[0]):
-        code, text = run("--from-step", "python -m a_program 0")
-    assert code == 1
-    assert "fwd, bwd" in text
-    assert text.endswith("Error: tuning measures GPU kernels, but the default device is cpu.\n")
-
-
 def test_a_command_asks_for_the_card(measured, monkeypatch):
     monkeypatch.setattr(command_line, "disturbance", lambda: "2 processes run on GPU 0")
     error = "Error: 2 processes run on GPU 0: tune on a cool card of your own, or pass --force.\n"

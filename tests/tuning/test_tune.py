@@ -334,20 +334,6 @@ def test_other_ops_are_tuned_in_the_same_way(faked_gpu, monkeypatch, name):
     assert [tiles.warps for tiles in chosen] == [2] * len(passes)
 
 
-def test_an_op_made_of_others_takes_their_rows():
-    problem = moe_mlp.Problem(64, 2, 4, 32, 48, 32, "float32")
-    parts = {
-        "grouped_glu": ("fwd", problem.unit, grouped_glu.Tiles(2, 64, 2)),
-        "grouped_matmul": ("fwd", problem.down, FAST),
-        "permute": ("combine", permute.Problem(64, 32, 2, "float32"), permute.Tiles(2, 32, 1, 2)),
-    }
-    for op, (name, part, tiles) in parts.items():
-        jaxops.tuning.store([{"op": op, "pass": name, **vars(part), "tiles": vars(tiles)}])
-    device = jaxops.tuning.current_device()
-    plan = moe_mlp.make_plan(problem, device, tuned_rows("moe_mlp", device, *parts), backend="pallas")
-    assert (plan.unit.fwd, plan.down.fwd, plan.rows.combine) == tuple(tiles for _, _, tiles in parts.values())
-
-
 def test_a_transposed_problem_is_measured_transposed():
     """Rows of a transposed problem are looked up as such: what is measured must read rhs the same way."""
     problem, op = Problem(2, 32, 16, 24, "float32", transpose_rhs=True), tunings()["grouped_matmul"]

@@ -46,6 +46,12 @@ def test_kept_and_offloaded_together_with_a_budget():
     assert (found.device_bytes, found.host_bytes, found.step_us) == (1140, 140, 30.0)
 
 
+def test_a_copy_that_does_not_hide_is_no_choice():
+    slow = {name: Residual(r.bytes, r.saves_us, 1e9, "recompute") for name, r in MEASURED.items()}
+    assert choose(slow, 900.0, 1000, 1100).policy == Policy(keep=("norm",))
+    assert choose(slow, 900.0, 1000, 1200).policy == Policy(keep=("attention",))
+
+
 def step(weights, x, *, policy):
     def layer(x, w):
         return x + jnp.tanh(checkpoint_name(x @ w, "product")), None

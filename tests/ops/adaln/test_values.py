@@ -186,34 +186,6 @@ def test_as_many_sequences_as_rows(run, per_row):
     assert_close(got, compiled_forward("reference", variant)(case, case["offsets"])["y"], "float32")
 
 
-SHAPES = [(4, 3, 3, "sequence"), (4, 3, 4, "row"), (4, 1, 1, "sequence"), (1, 3, 3, "sequence"), (1, 3, 1, "row")]
-
-
-@pytest.mark.parametrize(("T", "B", "rows", "per"), [*SHAPES, (4, None, 1, "sequence"), (4, None, 4, "row")])
-def test_whose_vectors_they_are_is_read_from_the_shapes(T, B, rows, per):
-    """The same bits with `per` and without."""
-    x, vectors = (np.random.default_rng(n).normal(size=(n, 6)).astype(np.float32) for n in (T, rows))
-    offsets = None if B is None else np.array([0, *[T] * B], np.int32)
-    run = functools.partial(jaxops.gated_residual_adaln, x, x, vectors, vectors, vectors, offsets)
-    for got, want in zip(run(), run(per=per), strict=True):
-        np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("offsets", [None, [0, 1], [0, 0], [1, 1]], ids=str)
-def test_one_row_and_one_sequence(offsets):
-    """There `per` changes no value and no gradient, so it need not be written."""
-    x, vector = (np.random.default_rng(n).normal(size=(1, 6)).astype(np.float32) for n in (0, 1))
-    offsets = None if offsets is None else np.array(offsets, np.int32)
-
-    def run(per):
-        y, vjp = jax.vjp(lambda *given: jaxops.adaln(*given, offsets, per=per), x, vector, vector)
-        return y, *vjp(x)
-
-    for per in ("sequence", "row"):
-        for got, want in zip(run(per), run(None), strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-6)  # two programs, one rounding apart
-
-
 @pytest.mark.parametrize("run", RUNS)
 def test_zero_epsilon(run):
     """With epsilon 0, too, rows that are not there, or outside, are zeros: a tile's last step holds some."""

@@ -158,6 +158,11 @@ def test_shards_add_up(run):
     assert not any(np.asarray(values).any() for values in found[-1].values())
 
 
+def test_the_portable_backend_adds_without_scatter():
+    """Whose order is anyone's on a GPU."""
+    assert "scatter-add" not in str(jax.make_jaxpr(compiled("xla", SHARD))(make_case(SHARD)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("T", "D", "k"), [(4096, 2048, 8), (1000, 2880, 4), (333, 16384, 2), (77, 65, 11), (5000, 96, 1)]

@@ -21,16 +21,6 @@ DEVICE = Device("NVIDIA H200", "gpu")
 PROBLEM = Problem(4096, 128)
 
 
-def test_explicit_then_heuristic():
-    assert make_plan(PROBLEM, DEVICE) == Plan(
-        "pallas", heuristic("fwd", PROBLEM, DEVICE), heuristic("bwd", PROBLEM, DEVICE)
-    )
-    assert make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tiles(128, 1))) == Plan(
-        "pallas", heuristic("fwd", PROBLEM, DEVICE), Tiles(128, 1)
-    )
-    assert "bwd=Tiles(rows=128, step=1, warps=1)" in str(make_plan(PROBLEM, DEVICE, plan=Plan(bwd=Tiles(128, 1))))
-
-
 @pytest.mark.parametrize("E", [1, 3, 8, 60, 128, 160, 256, 1000, 5000])
 def test_heuristic_and_candidates_are_legal(E):
     """Tiles raises for what no kernel supports. At most 64 scores a thread are in registers; few programs count."""

@@ -13,7 +13,7 @@ from jaxops.nn import Router
 from jaxops.ops.route import Tiles
 from tests.arrays import put
 from tests.compare import assert_close
-from tests.ops.route.cases import DEEPSEEK, KERNELS, RUNS, Variant, apply, check, check_rows, compiled, make_case
+from tests.ops.route.cases import DEEPSEEK, KERNELS, RUNS, Variant, check, check_rows, compiled, make_case
 
 # By default T is 37 and a program has 8 tokens in steps of two. Groups of 3 are padded to 4; groups of 8 have two
 # parts.
@@ -57,17 +57,6 @@ def test_ties(run, variant):
     for logits in (rng.integers(-1, 2, size=(variant.T, variant.E)), np.zeros((variant.T, variant.E))):
         logits = logits * np.where(rng.random(logits.shape) < 0.5, 1.0, -1.0) if not logits.any() else logits
         check(case | {"logits": put(logits, variant.dtype)}, variant, run)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_the_lower_number_wins(run):
-    """Without the reference: all logits equal, and the two largest equal."""
-    logits = np.zeros((PLAIN.T, PLAIN.E), np.float32)
-    routing, _ = compiled(run, PLAIN)(make_case(PLAIN) | {"logits": logits})
-    np.testing.assert_array_equal(routing.experts, np.tile([0, 1, 2], (PLAIN.T, 1)))
-    logits[:, [11, 7]] = 1
-    routing, _ = compiled(run, PLAIN)(make_case(PLAIN) | {"logits": logits})
-    np.testing.assert_array_equal(routing.experts, np.tile([7, 11, 0], (PLAIN.T, 1)))
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -216,6 +205,15 @@ def test_bad_logits(run, variant):
 
 
 @pytest.mark.parametrize("run", RUNS)
+def test_scores_that_are_all_zero(run):
+    """Sigmoids of -inf: weights of 0, not 0 / 0."""
+    variant = VARIANTS["all-experts"]
+    case = make_case(variant)
+    routing, _ = compiled(run, variant)(case | {"logits": case["logits"].at[2].set(-jnp.inf)})
+    np.testing.assert_allclose(routing.weights.sum(axis=1), np.arange(variant.T) != 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("run", RUNS)
 def test_a_group_with_a_nan(run):
     """It has the sum of its two best others, of whatever sign the NaN is: 0 / 0 has one on x86, and `np.nan` none."""
     case = make_case(DEEPSEEK)
@@ -227,42 +225,6 @@ def test_a_group_with_a_nan(run):
     np.testing.assert_array_equal(routing.experts, reference.experts)
     for tokens in (slice(0, None, 2), slice(1, None, 2)):
         assert np.isin(np.asarray(routing.experts)[tokens], [0, 1]).any()
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_weights_are_not_divided_again_after_dropping(run):
-    case = make_case(DROPPING)
-    dropping, _ = compiled(run, DROPPING)(case)
-    full = jax.jit(lambda logits: apply(dataclasses.replace(DROPPING, capacity=None), "xla", logits))(case["logits"])
-    kept = np.asarray(dropping.row_positions) < DROPPING.T * DROPPING.k
-    assert 0 < kept.sum() < kept.size
-    assert_close(np.asarray(dropping.weights)[kept], np.asarray(full.weights)[kept], "float32")
-    np.testing.assert_array_equal(dropping.load, full.load)
-    np.testing.assert_array_equal(np.asarray(dropping.experts), np.asarray(full.experts))
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_sum_over_rows_gives_the_tokens_back(run):
-    """Gather the rows, and add them up with their weights, without dropped choices."""
-    case = make_case(DROPPING)
-    r, _ = compiled(run, DROPPING)(case)
-    x = np.random.default_rng(1).normal(size=(DROPPING.T, 4)).astype(np.float32)
-    rows = np.concatenate([x[np.asarray(r.row_indices)], np.full((1, 4), np.nan, np.float32)])
-    there = np.asarray(r.row_positions) < len(rows) - 1
-    gathered = np.where(there[:, :, None], rows[np.asarray(r.row_positions)], 0)
-    weights = np.asarray(r.weights)
-    np.testing.assert_allclose((weights[:, :, None] * gathered).sum(1), x * weights.sum(1, keepdims=True), rtol=1e-5)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_even_load_is_one(run):
-    """Also with equal scores. k = E: every token chooses every expert."""
-    variant = VARIANTS["all-experts"]
-    routing, _ = compiled(run, variant)(
-        make_case(variant) | {"logits": jnp.zeros((variant.T, variant.E), variant.dtype)}
-    )
-    np.testing.assert_allclose(routing.aux_loss, 1, rtol=1e-6)
-    np.testing.assert_allclose(routing.z_loss, np.log(variant.E) ** 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("run", KERNELS)
@@ -294,37 +256,6 @@ def test_the_bias_update():
     np.testing.assert_array_equal(
         jax.jit(jaxops.update_router_bias)(selection_bias, load.astype(jnp.float32), 0.5), [0.75, -0.5, -1.0, 3.0]
     )
-
-
-def test_the_bias_balances():
-    """The selection bias alone balances a router that prefers one expert; it does not change the weights."""
-    rng = np.random.default_rng(0)
-    logits = put(rng.normal(size=(256, 4)) + np.array([1.5, 0, 0, -0.5]), jnp.float32)
-
-    @jax.jit
-    def step(selection_bias):
-        routing = jaxops.route(logits, 1, score="sigmoid", selection_bias=selection_bias, normalize=False)
-        return jaxops.update_router_bias(selection_bias, routing.load, 0.01), routing
-
-    selection_bias, first = step(jnp.zeros(4))
-    for _ in range(60):
-        selection_bias, routing = step(selection_bias)
-    assert int(first.load.max()) > 140
-    assert int(routing.load.max()) < 80
-    np.testing.assert_allclose(
-        routing.weights,
-        np.take_along_axis(np.asarray(jax.nn.sigmoid(logits)), np.asarray(routing.experts), 1),
-        rtol=1e-5,
-    )
-
-
-def test_a_routing_is_a_pytree():
-    """Through jit, with its fields by name."""
-    routing, _ = compiled("xla", PLAIN)(make_case(PLAIN))
-    assert isinstance(routing, jaxops.Routing)
-    doubled = jax.tree.map(lambda leaf: 2 * np.asarray(leaf), routing)
-    np.testing.assert_array_equal(doubled.load, 2 * np.asarray(routing.load))
-    assert [path[0].name for path, _ in jax.tree.leaves_with_path(routing)] == list(vars(routing))
 
 
 @pytest.mark.parametrize(("score", "wanted"), [("softmax", (3 / 8, 5 / 8)), ("sigmoid", (9 / 20, 11 / 20))])

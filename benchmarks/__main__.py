@@ -1,8 +1,10 @@
 """Runs a benchmark by its name, in whichever folder it is: `python -m benchmarks adaln --smoke --out /tmp/x`."""
 
+import importlib
 import pathlib
-import runpy
 import sys
+
+import typer
 
 
 def main() -> None:
@@ -11,7 +13,7 @@ def main() -> None:
     if not sys.argv or sys.argv[0] not in files:
         sys.exit(f"python -m benchmarks NAME [OPTIONS]: NAME is one of {', '.join(sorted(files))}.")
     file = files[sys.argv[0]]
-    runpy.run_module(f"benchmarks.{file.parent.name}.{file.stem}", run_name="__main__", alter_sys=True)
+    typer.run(importlib.import_module(f"benchmarks.{file.parent.name}.{file.stem}").main)
 
 
 if __name__ == "__main__":

@@ -6,28 +6,29 @@ import functools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import typer
 
+from benchmarks.harness import checks
 from benchmarks.harness.rows import (  # noqa: F401  (some for the benchmarks, which import this module only)
     ROOT,
     ROW_KEYS,
+    Named,
     Times,
     append_row,
     case_of,
     environment,
+    label_of,
     make_row,
     ratios,
     results_folder,
 )
 from benchmarks.peers.torch_process import TorchProcess
-from jaxops._lib.planning.device import current_device
 from jaxops.profiling.device_times import device_times_us, kernel_times_us, wall_times_us
 from models.distributed import device_memory
 
@@ -86,26 +87,8 @@ class Ready:
     facts: dict
 
 
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
-    """The machine's rates in this run: copy bandwidth (bytes read + written) and the best dense cuBLAS rate."""
-
-    copy_gbps: float
-    dense_tflops: float
-
-    def least_us(self, flops: float, moved_bytes: float) -> float:
-        """The time at the ceiling that binds."""
-        return max(flops / (self.dense_tflops * 1e6), moved_bytes / (self.copy_gbps * 1e3))
-
-
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
-
-
-def leave_room_for_torch() -> None:
-    """Call it before JAX's backend starts: torch's process shares the card."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.72")
 
 
 def take_memory(**more: str) -> None:
@@ -158,7 +141,7 @@ def ready(side: str, compiled: Callable, args: tuple, out_bytes: int, max_err: f
     """A compiled JAX side whose result is right, with its number of launches and of calls a round."""
     launched = kernels(compiled, *args)
     us = sum(us for _, us in launched) if launched else WORK_US / 3
-    variant = Variant(side, functools.partial(_times, compiled, args), iterations_for(us, out_bytes))
+    variant = Variant(side, functools.partial(times_of, compiled, args), iterations_for(us, out_bytes))
     return Ready(variant, max_err, {"launches": len(launched)} if launched else {})
 
 
@@ -180,20 +163,41 @@ def checked(side: str, compiled: tuple[Callable, float], args: tuple, check: Cal
     return side_ready
 
 
-def start_torch(name: str, first: Callable[[TorchProcess], object], answer_seconds: float = 180) -> TorchProcess | None:
-    """torch's process after a first, small case; None where that fails, with the reason printed."""
+def leave_room_for_torch() -> None:
+    """Call it before JAX's backend starts: torch's processes share the card."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.72")
+
+
+@contextlib.contextmanager
+def torch_beside(
+    peer: tuple[str, dict[str, Any]] | None, peers: Sequence[str], answer_seconds: float = 180
+) -> Iterator[TorchProcess | None]:
+    """torch's process after a first, small case; None where it is not asked for, or fails, with the reason printed.
+
+    Args:
+      peer: its name, and the request of the first case.
+    """
+    if peer is None or peer[0] not in peers:
+        yield None
+        return
+    name, first = peer
     torch = TorchProcess(root=str(ROOT), answer_seconds=answer_seconds)
-    try:
-        first(torch)
-    except RuntimeError as error:
-        print_left_out(name, error)
-        torch.close()
-        return None
-    return torch
+    with contextlib.closing(torch):
+        works = True
+        try:
+            torch.ask(do="prepare", **first)
+        except RuntimeError as error:
+            print_left_out(name, error)
+            works = False
+        yield torch if works else None
 
 
-def torch_ready(name: str, torch: Any, answer: dict) -> Ready:
-    """A case that torch's process has prepared, from its answer."""
+def torch_ready(name: str, torch: TorchProcess, request: dict[str, Any]) -> Ready:
+    """A case that torch's process has prepared and checked."""
+    answer = torch.ask(do="prepare", **request)
+    for refusal in answer.get("refusals", ()):
+        print(f"  {name}: refused: {refusal}", flush=True)
     # torch's allocator reuses one result, so only the time counts.
     variant = Variant(name, torch.times_us, iterations_for(answer["us"], 0))
     return Ready(variant, answer.get("max_err"), {"recipe": answer["recipe"]})
@@ -232,6 +236,9 @@ class Run:
 
     Attributes:
       ceiling: the copy bandwidth in GB/s or the dense rate in TFLOP/s, as the rows' rate; None for no of_ceiling.
+      peers: in JAX.
+      ceilings: of the machine, as far as they were measured.
+      options: chosen values of the benchmark's options.
       left_out: how many own sides failed.
     """
 
@@ -239,6 +246,9 @@ class Run:
     rounds: int
     ceiling: float | None
     peers: list[str]
+    ceilings: Any = None
+    torch: TorchProcess | None = None
+    options: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     left_out: int = 0
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
@@ -246,28 +256,45 @@ class Run:
         """`make(name, *args)` for own and for each peer, to be called by `measure`."""
         return {name: functools.partial(make, name, *args) for name in (own, *self.peers)}
 
-    def ready_sides(self, own: str, label: str, makers: dict[str, Callable[[], Ready]]) -> dict[str, Ready]:
+    def torch_side(self, name: str, case: dict, limits: str, **more) -> dict[str, Callable[[], Ready]]:
+        """`case` by torch's process, for `measure`; nothing without one. limits: of `checks.LIMITS`."""
+        if self.torch is None:
+            return {}
+        request = {"op": case["op"], "pass": case["pass"], "dist": case["dist"], "limits": checks.LIMITS[limits]}
+        return {name: functools.partial(torch_ready, name, self.torch, request | case["shape"] | more)}
+
+    def ready_sides(
+        self, own: str | Collection[str], label: str, makers: dict[str, Callable[[], Ready]]
+    ) -> dict[str, Ready]:
         """The sides whose makers do not raise; for the others the error is printed."""
-        found: dict[str, Ready] = {}
+        own, sides = {own} if isinstance(own, str) else own, {}
         for name, make in makers.items():
             try:
-                found[name] = make()
+                sides[name] = make()
             except Exception as error:
                 print_left_out(f"{name} at {label}", error)
-                self.left_out += name == own
-        return found
+                self.left_out += name in own
+        return sides
 
-    def measure(
-        self, own: str, label: str, case: dict, makers: dict[str, Callable[[], Ready]], rate: str, work: float, **facts
-    ) -> None:
-        """Checks, times, writes and prints every side of a case; arguments as of `ready_sides` and `write`."""
+    def time(
+        self, own: str | Collection[str], label: str, makers: dict[str, Callable[[], Ready]]
+    ) -> tuple[dict[str, Ready], dict[str, Times]]:
+        """The sides of a case, checked, and the times of those that ran."""
         sides = self.ready_sides(own, label, makers)
         times = interleave([side.variant for side in sides.values()], self.rounds)
-        self.left_out += own in sides and own not in times
+        self.left_out += len(({own} if isinstance(own, str) else set(own)) & set(sides) - set(times))
+        return sides, times
+
+    def measure(
+        self, own: str, case: dict, makers: dict[str, Callable[[], Ready]], rate: str, work: float, **facts
+    ) -> None:
+        """Checks, times, writes and prints every side of a case; arguments as of `write`."""
+        label = label_of(case | facts)
+        sides, times = self.time(own, label, makers)
         self.write(own, case, sides, times, rate, work, **facts)
         unit, scale = {"tflops": ("TFLOP/s", 1e6), "gbps": ("GB/s", 1e3)}[rate]
         line = " | ".join(f"{name} {t.us_p50:.1f} us {work / t.us_p50 / scale:.0f} {unit}" for name, t in times.items())
-        print(f"{label:40}{line}{'' if facts.get('cold', True) else ' | caches not cold'}", flush=True)
+        print(f"{label:40} {line}{'' if facts.get('cold', True) else ' | caches not cold'}", flush=True)
 
     def write(
         self, own: str, case: dict, sides: dict[str, Ready], times: dict[str, Times], rate: str, work: float, **facts
@@ -356,65 +383,7 @@ def print_left_out(what: str, error: Exception) -> None:
     print(f"  left out: {what}: {type(error).__name__}: {' '.join(lines[:3])[:300]}", flush=True)
 
 
-def measure_copy(copied_bytes: int, rounds: int = 3) -> tuple[float, Times]:
-    """(GB/s read and written, times) of a copy: the ceiling of memory-bound kernels."""
-    times = interleave([_copy_variant(copied_bytes)], rounds)["copy"]
-    return _copy_gbps(copied_bytes, times), times
-
-
-def write_copy(file: pathlib.Path, smoke: bool) -> float:
-    """The copy bandwidth in GB/s, written as a row."""
-    start = time.perf_counter()
-    copied = 1 << 20 if smoke else 2 << 30
-    gbps, times = measure_copy(copied)
-    append_row(file, copy_row(copied, times))
-    print(f"copy {gbps:.0f} GB/s, after {time.perf_counter() - start:.0f} s", flush=True)
-    return gbps
-
-
-def measure_ceilings(
-    n: int, dtype, copied_bytes: int, rounds: int = 3, dense: tuple[int, int, int] | None = None
-) -> tuple[Ceilings, dict[str, Times]]:
-    """Copy bandwidth, and the better dense `x @ w` rate of n^3 and, if given, of dense = (M, K, N)."""
-    shapes = {"dense_square": (n, n, n)} | ({"dense_wide": dense} if dense else {})
-    variants = [_copy_variant(copied_bytes)]
-    for name, (m, k, width) in shapes.items():
-        x, w = normal(1, (m, k), dtype), normal(2, (k, width), dtype)
-        matmul, _ = compile_fits(jnp.matmul, x, w, cublas=True)
-        iterations = iterations_for(2 * m * k * width / 6e8, 2 * m * width)
-        variants.append(Variant(name, functools.partial(_times, matmul, (x, w)), iterations))
-    times = interleave(variants, rounds)
-    rates = [2 * m * k * width / times[name].us_p50 / 1e6 for name, (m, k, width) in shapes.items() if name in times]
-    return Ceilings(_copy_gbps(copied_bytes, times["copy"]), max(rates)), times
-
-
-def write_dense(file: pathlib.Path, dtype, smoke: bool) -> float:
-    """The dense rate in TFLOP/s; the copy of the same run is written as a row."""
-    start = time.perf_counter()
-    n, copied = (64, 1 << 20) if smoke else (8192, 2 << 30)
-    ceilings, times = measure_ceilings(n, dtype, copied)
-    append_row(file, copy_row(copied, times["copy"]))
-    print(f"dense {ceilings.dense_tflops:.0f} TFLOP/s, after {time.perf_counter() - start:.0f} s", flush=True)
-    return ceilings.dense_tflops
-
-
-def copy_row(copied_bytes: int, times: Times) -> dict:
-    case = {"op": "copy", "pass": "fwd", "name": "copy", "dist": "", "backend": "xla"}
-    case |= {"shape": {"bytes": copied_bytes}, "dtype": "float32"}
-    return make_row(case, times, 1.0, {}, None, gbps=_copy_gbps(copied_bytes, times))
-
-
-def _copy_variant(copied_bytes: int) -> Variant:
-    source = normal(0, (copied_bytes // 4,), jnp.float32)
-    negate, _ = compile_fits(jnp.negative, source)  # a plain copy may become a memcpy, which has no kernel time
-    return Variant("copy", functools.partial(_times, negate, (source,)), min(8, iterations_for(1e3, copied_bytes)))
-
-
-def _copy_gbps(copied_bytes: int, times: Times) -> float:
-    return 2 * copied_bytes / times.us_p50 / 1e3
-
-
-def _times(fn: Callable, args: tuple, iterations: int) -> list[float]:
+def times_of(fn: Callable, args: tuple, iterations: int) -> list[float]:
     return call_times_us(fn, *args, iterations=iterations)
 
 
@@ -425,9 +394,3 @@ def normal(seed: int, shape: tuple[int, ...], dtype) -> jax.Array:
         keys = jax.random.split(jax.random.key(seed), shape[0])
         return jax.lax.map(lambda key: jax.random.normal(key, shape[1:], dtype), keys)
     return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
-def cold(moved_bytes: int) -> bool:
-    """Whether a call moves so much that nothing of the previous call is left in L2. Where that is unknown, it counts as
-    the largest of any card (B200), so that no warm call counts as cold."""
-    return moved_bytes >= 2 * (current_device().l2_bytes or 126 << 20)

@@ -1,4 +1,4 @@
-"""Tables and bars from the rows of the benchmarks: `python -m benchmarks.harness.report [FOLDER ...]`.
+"""Tables from the rows of the benchmarks: `python -m benchmarks.harness.report [FOLDER ...]`.
 
 By default every folder of benchmarks/results. Of a case that was measured more than once, the newest row counts.
 """
@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import typer
 
 from benchmarks.harness import ROOT
-from benchmarks.harness.traces import draw_trace
 
 PEERS = (
     "xla",
@@ -70,15 +69,6 @@ def variant(row: dict) -> list[str]:
     """Marks the cast, before or inside the product, that the plan chooses."""
     chosen = ["(chosen)"] if row.get("chosen") else []
     return list(filter(None, _texts(row, _VARIANT))) + chosen
-
-
-def series(row: dict) -> str:
-    """What has its own colour in a picture: a backend, for jaxops with its recipe."""
-    return " ".join([row["backend"], *filter(None, [row.get("recipe") if is_own(row) else None, row.get("cast")])])
-
-
-def case_name(row: dict) -> tuple[str, ...]:
-    return (row["name"], *filter(None, (row["dist"], *_texts(row, ("scaling", "layouts", "mesh")))))
 
 
 def speed(row: dict) -> str:
@@ -159,75 +149,15 @@ def worst_ratios(own: Iterable[dict]) -> list[list[str]]:
     return table
 
 
-def plot(rows: list[dict], folder: pathlib.Path) -> list[pathlib.Path]:
-    """One picture an op: a panel a pass, a cluster of bars a case, a bar a backend.
-
-    Needs matplotlib (extra `bench`).
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    files = []
-    drawn = [
-        row
-        for row in rows
-        if row["op"] not in ("copy", "matmul") and (row.get("tflops") is not None or row.get("gbps") is not None)
-    ]
-    for op in dict.fromkeys(row["op"] for row in drawn):
-        mine = [row for row in drawn if row["op"] == op]
-        passes = list(dict.fromkeys(row["pass"] for row in mine))
-        backends = list(dict.fromkeys(series(row) for row in mine))
-        cases = list(dict.fromkeys(case_name(row) for row in mine))
-        figure, axes = plt.subplots(
-            len(passes),
-            1,
-            figsize=(max(6, 1.1 * len(cases)), 3.2 * len(passes)),
-            squeeze=False,
-            sharex=True,
-            layout="constrained",
-        )
-        for axis, pass_name in zip(axes[:, 0], passes, strict=True):
-            for i, backend in enumerate(backends):
-                of_backend = [row for row in mine if (row["pass"], series(row)) == (pass_name, backend)]
-                x = [
-                    cases.index(case_name(row)) + (i - (len(backends) - 1) / 2) * 0.85 / len(backends)
-                    for row in of_backend
-                ]
-                axis.bar(
-                    x,
-                    [row.get("tflops") or row.get("gbps") for row in of_backend],
-                    0.85 / len(backends),
-                    label=backend,
-                    color=f"C{i}",
-                )
-            axis.set_ylabel(f"{pass_name}, {'TFLOP/s' if any(row.get('tflops') for row in mine) else 'GB/s'}")
-            axis.grid(axis="y", alpha=0.3)
-        axes[-1, 0].set_xticks(range(len(cases)), ["\n".join(case) for case in cases], fontsize=7)
-        axes[0, 0].legend(fontsize=7, ncols=len(backends), loc="lower left", bbox_to_anchor=(0, 1))
-        files.append(folder / f"{op}.png")
-        figure.savefig(files[-1], dpi=130)
-        plt.close(figure)
-    return files
-
-
 def main(
     folders: list[str] | None = typer.Argument(  # noqa: B008
         None, help="Folders of rows; every folder of benchmarks/results by default."
     ),
-    plots: bool = typer.Option(True, help="Draw <folder>/<op>.png too, and a picture of each trace."),
 ) -> None:
     """Prints markdown."""
     results = ROOT / "benchmarks" / "results"
-    for folder in [pathlib.Path(name) for name in folders or []] or sorted(
-        path for path in results.glob("*") if path.is_dir()
-    ):
-        rows = read_rows(folder)
-        print(f"# {folder.name}\n\n{markdown(rows)}")
-        if plots and rows:
-            for file in [*plot(rows, folder), *map(draw_trace, sorted(folder.glob("*.trace.json.gz")))]:
-                print(f"![{file.stem}]({file})\n")
+    for folder in map(pathlib.Path, folders or sorted(path for path in results.glob("*") if path.is_dir())):
+        print(f"# {folder.name}\n\n{markdown(read_rows(folder))}")
 
 
 def _dims(row: dict) -> str:

@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -35,10 +36,23 @@ class Times:
         return cls(*(float(p) for p in np.percentile(np.asarray(samples), (20, 50, 80))))
 
 
+class Named(NamedTuple):
+    """A workload, for `case_of`."""
+
+    name: str
+    dims: dict[str, int]
+
+
 def case_of(op: str, pass_name: str, shape, dtype, dist: str = "") -> dict:
-    """What a row says of its case; shape is one of benchmarks/shapes."""
+    """What a row says of its case; shape is one of benchmarks/shapes, or `Named`."""
     named = {"op": op, "pass": pass_name, "name": shape.name, "shape": shape.dims}
     return named | {"dtype": np.dtype(dtype).name, "dist": dist}
+
+
+def label_of(row: dict) -> str:
+    """What a row is called in print."""
+    keys = ("op", "name", "recipe", "scaling", "layouts", "mask", "dist", "pass")
+    return " ".join(row[key] for key in keys if row.get(key))
 
 
 def make_row(

@@ -3,19 +3,20 @@
 Read, written to a file for https://ui.perfetto.dev, and drawn.
 """
 
+import dataclasses
 import gzip
 import json
 import pathlib
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks import harness
 from jaxops.profiling import trace
-from jaxops.profiling.trace import recorded
+from jaxops.profiling.trace import Event, recorded
 
 KERNELS, ON_DEVICE, TO_HOST, TO_DEVICE, COLLECTIVES = LANES = (
     "kernels",
@@ -37,16 +38,8 @@ WINDOW = (
 )  # of the copies' time that a picture shows at large: some layers of as many as the benchmark's models have
 
 
-class Event(NamedTuple):
-    """A kernel or copy on a device's stream, named without the numbers that XLA appends to fusions."""
-
-    name: str
-    start_us: float
-    us: float
-
-    @property
-    def lane(self) -> str:
-        return _LANES[trace.kind_of(self.name)]
+def lane_of(event: Event) -> str:
+    return _LANES[event.kind]
 
 
 def device_events(run: Callable[[], Any]) -> list[Event]:
@@ -59,8 +52,9 @@ def device_events(run: Callable[[], Any]) -> list[Event]:
     return named(events)
 
 
-def named(events: Iterable[trace.Event]) -> list[Event]:
-    return [Event(re.sub(r"[._]\d+", "", event.name), event.start_us, event.us) for event in events]
+def named(events: Iterable[Event]) -> list[Event]:
+    """Without the numbers that XLA appends to fusions."""
+    return [dataclasses.replace(event, name=re.sub(r"[._]\d+", "", event.name)) for event in events]
 
 
 def write_trace(events: list[Event], file: pathlib.Path) -> None:
@@ -71,7 +65,7 @@ def write_trace(events: list[Event], file: pathlib.Path) -> None:
             "name": event.name[:60],
             "ph": "X",
             "pid": 0,
-            "tid": event.lane,
+            "tid": lane_of(event),
             "ts": round(event.start_us - begin, 1),
             "dur": round(event.us, 1),
         }
@@ -85,7 +79,7 @@ def write_trace(events: list[Event], file: pathlib.Path) -> None:
 
 def read_trace(file: pathlib.Path) -> list[Event]:
     return [
-        Event(event["name"], event["ts"], event["dur"])
+        Event(event["name"], event["ts"], event["dur"], device=0, stream="")
         for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     ]
 
@@ -98,7 +92,9 @@ def draw_trace(file: pathlib.Path) -> pathlib.Path:
     from matplotlib.figure import Figure
 
     events = read_trace(file)
-    spans = {lane: [(event.start_us / 1e3, event.us / 1e3) for event in events if event.lane == lane] for lane in LANES}
+    spans = {
+        lane: [(event.start_us / 1e3, event.us / 1e3) for event in events if lane_of(event) == lane] for lane in LANES
+    }
     lanes = [lane for lane in LANES if spans[lane]]
     windows = {"step": (0.0, max(event.start_us + event.us for event in events) / 1e3)}
     for part, lane in (("forward", TO_HOST), ("backward", TO_DEVICE), (COLLECTIVES, COLLECTIVES)):

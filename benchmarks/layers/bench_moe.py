@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import typer
 
 import jaxops
-from benchmarks import harness
+from benchmarks import harness, shapes
 from benchmarks.harness import checks
+from benchmarks.harness.command import Benchmark, command
 from benchmarks.peers.jax_passes import tokamax_dot
 from benchmarks.shapes import moe as shapes_moe
 from benchmarks.shapes.moe import MoeShape
@@ -170,17 +170,28 @@ def ready_side(
     return ready
 
 
-def measure_case(
-    run: harness.Run, shape: MoeShape, pass_name: str, dist: str, programs: dict[str, Any], inputs: Arrays
-) -> None:
-    """Checks, times and writes every side of one case."""
+class Inputs:
+    """One shape's operands, and the programs of the last pass, compiled once for all distributions."""
+
+    def __init__(self, shape: MoeShape):
+        self.arrays = make_inputs(shape)
+        self.pass_name, self.programs = "", dict[str, Any]()
+
+    def programs_of(self, pass_name: str) -> dict[str, Any]:
+        if pass_name != self.pass_name:
+            self.pass_name, self.programs = pass_name, {}
+        return self.programs
+
+
+def measure(run: harness.Run, shape: MoeShape, given: Inputs, pass_name: str, dist: str) -> None:
+    inputs = (jnp.asarray(shapes_moe.preferences(dist, shape)), *given.arrays)
+    programs = given.programs_of(pass_name)
     if "reference" not in programs:
         programs["reference"] = harness.compile_fits(program("xla", shape, pass_name), *inputs)
     want = programs["reference"][0](*inputs)
-    row, label = harness.case_of("moe", pass_name, shape, DTYPE, dist), f"{shape.name} {dist} {pass_name}"
-    sides = run.ready_sides(OURS, label, run.sides(OURS, ready_side, shape, pass_name, dist, programs, inputs, want))
-    times = harness.interleave([side.variant for side in sides.values()], run.rounds)
-    run.left_out += OURS in sides and OURS not in times
+    row = harness.case_of("moe", pass_name, shape, DTYPE, dist)
+    label = harness.label_of(row)
+    sides, times = run.time(OURS, label, run.sides(OURS, ready_side, shape, pass_name, dist, programs, inputs, want))
     for name, t in times.items():
         beside = {peer: other for peer, other in times.items() if peer not in FP8}
         vs = harness.ratios(name, beside, OURS)
@@ -188,34 +199,20 @@ def measure_case(
             vs = {"jaxops_bf16": times[OURS].us_p50 / t.us_p50}
         run.write_side(row, name, sides[name], t, vs, "tflops", shape.flops(pass_name))
         tflops = shape.flops(pass_name) / t.us_p50 / 1e6
-        print(f"{label:40}{name:28}{t.us_p50:10.1f} us {tflops:6.0f} TFLOP/s {vs}", flush=True)
+        print(f"{label:40} {name:28}{t.us_p50:10.1f} us {tflops:6.0f} TFLOP/s {vs}", flush=True)
 
 
-def main(
-    shape_names: str = harness.shapes_option(shapes_moe.MOES),
-    dists: str = typer.Option(",".join(DISTS), help='"router" for random logits, or names from benchmarks/shapes.'),
-    passes: str = typer.Option(",".join(PASSES)),
-    peers: str = typer.Option(
-        ",".join((UNFUSED, *FP8, "tokamax_triton", "ragged_dot")), help='"" for none; also: xla, the portable backends.'
-    ),
-    out: str = harness.OUT,
-    rounds: int = typer.Option(5),
-    smoke: bool = harness.SMOKE,
-) -> None:
-    """Appends to <out>/moe.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    file = harness.begin("moe", out, smoke)
-    ceiling = harness.write_dense(file, DTYPE, smoke)
-    run = harness.Run(file=file, rounds=rounds, ceiling=ceiling, peers=harness.names(peers))
-    for shape in [SMOKE] if smoke else [shapes_moe.MOES[name] for name in shape_names.split(",")]:
-        inputs = make_inputs(shape)
-        preferred = {dist: jnp.asarray(shapes_moe.preferences(dist, shape)) for dist in dists.split(",")}
-        for pass_name in passes.split(","):
-            programs: dict[str, Any] = {}
-            for dist, logits in preferred.items():
-                measure_case(run, shape, pass_name, dist, programs, (logits, *inputs))
-        run.done(shape.name)
-    harness.end(run.left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+main = command(
+    Benchmark(
+        name="moe",
+        shapes=shapes_moe.MOES,
+        smoke=SMOKE,
+        inputs=Inputs,
+        options={"passes": PASSES, "dists": DISTS},
+        known={"dists": (DISTS[0], *shapes.DISTS)},
+        measure=measure,
+        peers=",".join((UNFUSED, *FP8, "tokamax_triton", "ragged_dot")),
+        ceilings={"dtype": DTYPE},
+        ceiling="dense_tflops",
+    )
+)

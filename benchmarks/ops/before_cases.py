@@ -1,4 +1,7 @@
-"""The cases of bench_before: calls of public functions that both packages accept (operands by position)."""
+"""The cases of bench_before: calls of public functions that both packages accept (operands by position).
+
+A call gets the package and the backend, then its operands.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -23,35 +26,41 @@ SCALINGS = ("tensorwise", "rowwise", "block_1x128", "block_128x128")
 Make = Callable[[], tuple]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """One row.
 
     Attributes:
+      shape: of benchmarks/shapes. Cases of one shape share what `inputs` makes.
       work, rate: operations ("tflops") or bytes ("gbps") in the time.
-      program: cases with the same op and program differ in data only and share what is compiled.
       call: (package, backend, *operands) -> results.
-      inputs: makes the operands that all cases with the same `data` share.
       operands: (package, inputs) -> what call gets; by default the inputs.
+      more: of the program, beside op, shape, pass and facts; other cases differ in data only.
     """
 
     op: str
     pass_name: str
-    name: str
-    dims: dict[str, int]
-    dist: str
+    shape: Any
+    dist: str = ""
     work: float
-    rate: str
-    program: str
+    rate: str = "tflops"
     call: Callable[..., Any]
-    data: str
     inputs: Make
     operands: Callable[[ModuleType, tuple], tuple] = lambda package, inputs: inputs
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
+    more: str = ""
+
+    @property
+    def row(self) -> dict:
+        return harness.case_of(self.op, self.pass_name, self.shape, DTYPE, self.dist) | self.facts
 
     @property
     def label(self) -> str:
-        return " ".join(x for x in (self.op, self.name, *self.facts.values(), self.dist, self.pass_name) if x)
+        return harness.label_of(self.row)
+
+    @property
+    def program(self) -> str:
+        return " ".join((self.op, self.shape.name, *self.facts.values(), self.pass_name, self.more))
 
 
 def with_backward(function: Callable, dout: Any, *operands: Any) -> tuple:
@@ -60,12 +69,23 @@ def with_backward(function: Callable, dout: Any, *operands: Any) -> tuple:
     return out, vjp(dout)
 
 
+def gradient(function: Callable, operand: Any, dout: Any) -> tuple:
+    """XLA drops the forward."""
+    return jax.vjp(function, operand)[1](dout)
+
+
 def normals(*sizes: tuple[int, ...], dtype=DTYPE) -> tuple[jax.Array, ...]:
     return tuple(harness.normal(seed, size, dtype) for seed, size in enumerate(sizes))
 
 
-def _ragged(shape: GroupedShape, dist: str) -> Callable[[ModuleType, tuple], tuple]:
-    offsets = shapes.group_offsets(shapes.group_sizes(dist, shape.G, shape.M))
+def product_inputs(s: GroupedShape) -> Make:
+    """lhs, rhs, dout."""
+    return lambda: normals((s.M, s.K), (s.G, s.K, s.N), (s.M, s.N))
+
+
+def ragged(s: GroupedShape, dist: str) -> Callable[[ModuleType, tuple], tuple]:
+    """The inputs and the offsets."""
+    offsets = shapes.group_offsets(shapes.group_sizes(dist, s.G, s.M))
     return lambda package, inputs: (*inputs, jnp.asarray(offsets))
 
 
@@ -78,11 +98,8 @@ def grouped_cases(op: str, every: list[GroupedShape]) -> Iterator[Case]:
     for s in every:
         for name in ("wgrad",) if op == "grouped_wgrad" else ("fwd", "dgrad"):
             for dist in DISTS:
-                yield Case(
-                    *(op, name, s.name, s.dims, dist, s.flops, "tflops", f"{s.name} {name}", calls[name], s.name),
-                    lambda s=s: normals((s.M, s.K), (s.G, s.K, s.N), (s.M, s.N)),
-                    _ragged(s, dist),
-                )
+                how: dict[str, Any] = {"call": calls[name], "inputs": product_inputs(s), "operands": ragged(s, dist)}
+                yield Case(op=op, pass_name=name, shape=s, dist=dist, work=s.flops, **how)
 
 
 def glu_cases(every: list[GroupedShape]) -> Iterator[Case]:
@@ -93,24 +110,16 @@ def glu_cases(every: list[GroupedShape]) -> Iterator[Case]:
         return with_backward(lambda *args: p.grouped_glu(*args, o, backend=b), dout, x, gate, up)
 
     for s in every:
+        inputs = lambda s=s: normals((s.M, s.K), (s.G, s.K, s.N), (s.G, s.K, s.N), (s.M, s.N))
         for name, call, products in (("fwd", fwd, 2), ("fwd+bwd", both, 6)):
             for dist in DISTS:
-                yield Case(
-                    *(
-                        "grouped_glu",
-                        name,
-                        s.name,
-                        s.dims,
-                        dist,
-                        products * s.flops,
-                        "tflops",
-                        f"{s.name} {name}",
-                        call,
-                    ),
-                    s.name,
-                    lambda s=s: normals((s.M, s.K), (s.G, s.K, s.N), (s.G, s.K, s.N), (s.M, s.N)),
-                    _ragged(s, dist),
-                )
+                how: dict[str, Any] = {
+                    "call": call,
+                    "inputs": inputs,
+                    "operands": ragged(s, dist),
+                    "work": products * s.flops,
+                }
+                yield Case(op="grouped_glu", pass_name=name, shape=s, dist=dist, **how)
 
 
 def moe_cases(every: list[MoeShape]) -> Iterator[Case]:
@@ -139,14 +148,13 @@ def moe_cases(every: list[MoeShape]) -> Iterator[Case]:
                 return inputs[0], jnp.asarray(preferred), *inputs[1:]
 
             for name, call in (("fwd", fwd), ("fwd+bwd", both)):
-                yield Case(
-                    *("moe", name, s.name, s.dims, dist, s.flops(name), "tflops", f"{s.name} {name}", call, s.name),
-                    *(inputs, operands),
-                )
+                how: dict[str, Any] = {"call": call, "inputs": inputs, "operands": operands, "work": s.flops(name)}
+                yield Case(op="moe", pass_name=name, shape=s, dist=dist, **how)
 
 
 def fp8_cases(every: list[DenseShape]) -> Iterator[Case]:
     for s in every:
+        inputs = lambda s=s: normals((s.M, s.K), (s.K, s.N), (s.M, s.N))
         for recipe in RECIPES:
 
             def fwd(p, b, lhs, rhs, dout, recipe=recipe):
@@ -156,49 +164,51 @@ def fp8_cases(every: list[DenseShape]) -> Iterator[Case]:
                 return with_backward(lambda *args: p.fp8_matmul(*args, recipe=recipe, backend=b), dout, lhs, rhs)
 
             for name, call, products in (("fwd", fwd, 1), ("fwd+bwd", both, 3)):
-                yield Case(
-                    *("fp8_matmul", name, s.name, s.dims, "", products * s.flops, "tflops"),
-                    *(f"{s.name} {recipe} {name}", call, s.name),
-                    lambda s=s: normals((s.M, s.K), (s.K, s.N), (s.M, s.N)),
-                    facts={"recipe": recipe},
-                )
+                how: dict[str, Any] = {
+                    "call": call,
+                    "inputs": inputs,
+                    "work": products * s.flops,
+                    "facts": {"recipe": recipe},
+                }
+                yield Case(op="fp8_matmul", pass_name=name, shape=s, **how)
 
 
 def fp8_grouped_cases(every: list[GroupedShape]) -> Iterator[Case]:
     """Blockwise, the weights quantised before and every cast of activations and gradients counted."""
 
-    def fwd(p, b, lhs, rhs, dout, q, o):
-        return p.fp8_grouped_matmul(lhs, q, o, recipe="blockwise", backend=b)
+    def product(p, b, o, lhs, rhs, q=None):
+        return p.fp8_grouped_matmul(lhs, rhs, o, recipe="blockwise", rhs_quantized=q, backend=b)
 
-    def dgrad(p, b, lhs, rhs, dout, q, o):  # XLA drops the forward
-        return jax.vjp(lambda lhs: p.fp8_grouped_matmul(lhs, q, o, recipe="blockwise", backend=b), lhs)[1](dout)
-
-    def both(p, b, lhs, rhs, dout, q, o):
-        def product(lhs, rhs):
-            return p.fp8_grouped_matmul(lhs, rhs, o, recipe="blockwise", rhs_quantized=q, backend=b)
-
-        return with_backward(product, dout, lhs, rhs)
-
+    calls: dict[str, tuple[Callable, int]] = {
+        "fwd": (lambda p, b, lhs, rhs, dout, q, o: product(p, b, o, lhs, q), 1),
+        "dgrad": (lambda p, b, lhs, rhs, dout, q, o: gradient(lambda lhs: product(p, b, o, lhs, q), lhs, dout), 1),
+        "fwd+bwd": (
+            lambda p, b, lhs, rhs, dout, q, o: with_backward(lambda x, w: product(p, b, o, x, w, q), dout, lhs, rhs),
+            3,
+        ),
+    }
     for s in every:
-        for name, call, products in (("fwd", fwd, 1), ("dgrad", dgrad, 1), ("fwd+bwd", both, 3)):
+        for name, (call, products) in calls.items():
             for dist in DISTS:
-                offsets = shapes.group_offsets(shapes.group_sizes(dist, s.G, s.M))
+                with_offsets = ragged(s, dist)
 
-                def operands(package, inputs, offsets=offsets):
+                def operands(package, inputs, with_offsets=with_offsets):
                     q = package.quantize(inputs[1], scaling="block_128x128", layouts="both")
-                    return *inputs, q, jnp.asarray(offsets)
+                    return with_offsets(package, (*inputs, q))
 
-                yield Case(
-                    *("fp8_grouped_matmul", name, s.name, s.dims, dist, products * s.flops, "tflops"),
-                    *(f"{s.name} {name}", call, s.name),
-                    lambda s=s: normals((s.M, s.K), (s.G, s.K, s.N), (s.M, s.N)),
-                    operands,
-                    {"recipe": "blockwise"},
-                )
+                how: dict[str, Any] = {
+                    "call": call,
+                    "inputs": product_inputs(s),
+                    "operands": operands,
+                    "work": products * s.flops,
+                }
+                facts = {"recipe": "blockwise"}
+                yield Case(op="fp8_grouped_matmul", pass_name=name, shape=s, dist=dist, facts=facts, **how)
 
 
 def quantize_cases(every: list[MatrixShape]) -> Iterator[Case]:
     for s in every:
+        inputs = lambda s=s: normals((s.M, s.K))
         for scaling in SCALINGS:
             for layouts in ("row", "both"):
 
@@ -206,40 +216,42 @@ def quantize_cases(every: list[MatrixShape]) -> Iterator[Case]:
                     q = p.quantize(x, scaling=scaling, layouts=layouts, backend=b)
                     return q.values, q.scales, q.values_t, q.scales_t
 
-                yield Case(
-                    *("quantize", "fwd", s.name, s.dims, ""),
-                    *(quantized_bytes.moved_bytes(scaling, s.M, s.K, layouts), "gbps", f"{s.name} {scaling} {layouts}"),
-                    *(call, s.name, lambda s=s: normals((s.M, s.K))),
-                    facts={"scaling": scaling, "layouts": layouts},
-                )
+                moved = quantized_bytes.moved_bytes(scaling, s.M, s.K, layouts)
+                how: dict[str, Any] = {
+                    "call": call,
+                    "inputs": inputs,
+                    "facts": {"scaling": scaling, "layouts": layouts},
+                }
+                yield Case(op="quantize", pass_name="fwd", shape=s, work=moved, rate="gbps", **how)
 
 
 def adaln_cases(op: str, every: list[PackedShape]) -> Iterator[Case]:
     rows = {"adaln": 1, "gated_residual_adaln": 2}[op]  # operands with a row for each token, and results
 
-    def result(p, b, operands, o):
+    def fwd(p, b, douts, operands, o):
         return getattr(p, op)(*operands, o, backend=b)
 
-    def fwd(p, b, douts, operands, o):
-        return result(p, b, operands, o)
-
     def both(p, b, douts, operands, o):
-        return with_backward(lambda *args: result(p, b, args, o), douts if rows == 2 else douts[0], *operands)
+        return with_backward(lambda *args: fwd(p, b, douts, args, o), douts if rows == 2 else douts[0], *operands)
 
     for named in every:
         for dist in named.dists:
             s = named.of_dist(dist)
             offsets = shapes.group_offsets(shapes.sequence_lengths(dist, named.B, named.T))
+            inputs = lambda s=s: normals(*[(s.T, s.D)] * (2 * rows))
 
             def operands(package, inputs, s=s, offsets=offsets):
                 vectors = tuple(harness.normal(10 + i, (s.B, s.D), DTYPE) for i in range(rows + 1))
                 return inputs[:rows], (*inputs[rows:], *vectors), jnp.asarray(offsets)
 
             for name, call in (("fwd", fwd), ("fwd+bwd", both)):
-                yield Case(
-                    *(op, name, s.name, s.dims, dist, s.moved_bytes(op, name), "gbps", f"{s.name} {s.B} {name}", call),
-                    *(s.name, lambda s=s: normals(*[(s.T, s.D)] * (2 * rows)), operands),
-                )
+                how: dict[str, Any] = {
+                    "call": call,
+                    "inputs": inputs,
+                    "operands": operands,
+                    "work": s.moved_bytes(op, name),
+                }
+                yield Case(op=op, pass_name=name, shape=s, dist=dist, rate="gbps", more=str(s.B), **how)
 
 
 def modality_cases(every: list[ModalityShape]) -> Iterator[Case]:
@@ -248,10 +260,9 @@ def modality_cases(every: list[ModalityShape]) -> Iterator[Case]:
 
     calls: dict[str, Callable] = {
         "fwd": lambda p, b, lhs, dout, rhs, o: product(p, b, lhs, rhs, o),
-        "dgrad": lambda p, b, lhs, dout, rhs, o: jax.vjp(lambda lhs: product(p, b, lhs, rhs, o), lhs)[1](dout),
-        "wgrad": lambda p, b, lhs, dout, rhs, o: jax.vjp(lambda rhs: product(p, b, lhs, rhs, o), rhs)[1](dout),
+        "dgrad": lambda p, b, lhs, dout, rhs, o: gradient(lambda lhs: product(p, b, lhs, rhs, o), lhs, dout),
+        "wgrad": lambda p, b, lhs, dout, rhs, o: gradient(lambda rhs: product(p, b, lhs, rhs, o), rhs, dout),
     }
-
     for s in every:
 
         def inputs(s=s):
@@ -262,14 +273,9 @@ def modality_cases(every: list[ModalityShape]) -> Iterator[Case]:
         for name, call in calls.items():
             for dist in DISTS:
                 offsets = shapes.group_offsets(s.sizes(dist))
-
-                def operands(package, inputs, offsets=offsets):
-                    return *inputs, jnp.asarray(offsets)
-
-                yield Case(
-                    *("modality_grouped_matmul", name, s.name, s.dims, dist, s.flops, "tflops", f"{s.name} {name}"),
-                    *(call, s.name, inputs, operands),
-                )
+                operands = lambda package, inputs, offsets=offsets: (*inputs, jnp.asarray(offsets))
+                how: dict[str, Any] = {"call": call, "inputs": inputs, "operands": operands, "work": s.flops}
+                yield Case(op="modality_grouped_matmul", pass_name=name, shape=s, dist=dist, **how)
 
 
 _TINY = [GroupedShape("smoke", 4, 384, 256, 128)]

@@ -4,62 +4,30 @@ python -m benchmarks adaln                    # everything: 4 shapes, 12 distrib
 python -m benchmarks adaln --shapes t65536_d3072 --dists unequal --ops adaln --passes fwd,bwd --peers xla
 python -m benchmarks adaln --smoke --out /tmp/x    # tiny shapes, every code path, CPU too
 
-Rates are in GB/s beside the copy bandwidth.
+Rates are in GB/s beside the copy bandwidth. By default each shape has its own distributions.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 
 from benchmarks import harness, shapes
 from benchmarks.harness import checks
+from benchmarks.harness.command import Benchmark, command
 from benchmarks.peers import adaln as peers_adaln
 from benchmarks.peers.adaln import Named, Side
-from benchmarks.peers.torch_process import TorchProcess
 from benchmarks.shapes import PackedShape
 
 DTYPE = jnp.bfloat16
 LIMITS = "bfloat16 adaln"
 SMOKE = PackedShape("smoke", 96, 64, 5, shapes.PACKED_DISTS)
-PEERS = "xla,torch_compile"
-TORCH_WAYS = "index,repeat,index_float32,onehot"
-TORCH_MODES = "default,max-autotune-no-cudagraphs"
-COMPILE_SECONDS = 400  # torch compiles five times for one answer
+TORCH = "torch_compile"
 
 
-@dataclasses.dataclass(kw_only=True)
-class Run(harness.Run):
-    torch: TorchProcess | None
-    torch_options: dict[str, list[str]]
-
-
-@dataclasses.dataclass
-class Case:
-    """One op, shape, pass and distribution.
-
-    shape.B is the distribution's number of sequences, sequences that of the named shape.
-    """
-
-    op: str
-    shape: PackedShape
-    pass_name: str
-    dist: str
-    offsets: np.ndarray
-    sequences: int
-
-    @property
-    def label(self) -> str:
-        return f"{self.op} {self.shape.name} {self.dist} {self.pass_name}"
-
-
-@dataclasses.dataclass
-class Program:
+class Program(NamedTuple):
     """A compiled pass, and seconds. saved makes the further argument of a backward alone."""
 
     compiled: tuple[Callable[..., Named], float]
@@ -82,103 +50,57 @@ def row_tensors(shape: PackedShape) -> Named:
     return {name: harness.normal(seed, (shape.T, shape.D), DTYPE) for seed, name in enumerate(names)}
 
 
-def case_inputs(case: Case, rows: Named) -> Named:
+def case_inputs(op: str, rows: Named, offsets: np.ndarray) -> Named:
     """The inputs of one case's sides; adaln's have no h, gate and dnew_residual."""
-    B, D = case.shape.B, case.shape.D
+    B, D = len(offsets) - 1, rows["x"].shape[1]
     vectors = {name: harness.normal(10 + seed, (B, D), DTYPE) for seed, name in enumerate(("gate", "scale", "shift"))}
-    ids = jnp.asarray(np.repeat(np.arange(B, dtype=np.int32), np.diff(case.offsets)))
-    inputs = rows | vectors | {"offsets": jnp.asarray(case.offsets), "sequence_ids": ids}
-    unused = () if case.op == "gated_residual_adaln" else ("h", "gate", "dnew_residual")
+    ids = jnp.asarray(np.repeat(np.arange(B, dtype=np.int32), np.diff(offsets)))
+    inputs = rows | vectors | {"offsets": jnp.asarray(offsets), "sequence_ids": ids}
+    unused = () if op == "gated_residual_adaln" else ("h", "gate", "dnew_residual")
     return {name: value for name, value in inputs.items() if name not in unused}
 
 
-def ready_jax(name: str, case: Case, programs: dict[str, Program], inputs: Named) -> harness.Ready:
+def ready_jax(
+    name: str, op: str, pass_name: str, programs: dict[str, Program], inputs: Named, offsets: np.ndarray
+) -> harness.Ready:
     """programs: compiled once an op, shape, pass and number of sequences: their lengths are data."""
     if name not in programs:
-        programs[name] = Program.of(peers_adaln.jax_side(case.op, name), case.pass_name, inputs)
-    check = lambda results: checks.demand_right(*checks.packed_errors(results, inputs, case.offsets), LIMITS)
+        programs[name] = Program.of(peers_adaln.jax_side(op, name), pass_name, inputs)
+    check = lambda results: checks.demand_right(*checks.packed_errors(results, inputs, offsets), LIMITS)
     return harness.checked(name, programs[name].compiled, programs[name].args(inputs), check)
 
 
-def ready_torch(torch: TorchProcess, case: Case, options: dict[str, list[str]]) -> harness.Ready:
-    if case.pass_name == "bwd":
-        raise NotImplementedError("torch.compile's backward is timed together with its forward only")
-    request = {"op": case.op, "pass": case.pass_name, "dist": case.dist, "sequences": case.sequences}
-    answer = torch.ask(do="prepare", limits=checks.LIMITS[LIMITS], **request, **case.shape.dims, **options)
-    tried = ", ".join(f"{recipe} {us:.0f} us" for recipe, us in answer["tried"].items())
-    print(f"  torch_compile at {case.label}: {tried}; compiled and timed in {answer['prepared_s']:.0f} s", flush=True)
-    for refusal in answer["refusals"]:
-        print(f"  torch_compile at {case.label}: refused: {refusal}", flush=True)
-    return harness.torch_ready("torch_compile", torch, answer)
+def measure(run: harness.Run, shape: PackedShape, rows: Named, op: str, pass_name: str) -> None:
+    """All distributions: first those with the shape's own number of sequences, which share programs; torch keeps one
+    case."""
+    dists = run.options["dists"] or shape.dists
+    programs: dict[int, dict[str, Program]] = {}
+    for dist in sorted(dists, key=lambda dist: shape.of_dist(dist).B != shape.B):
+        own, offsets = shape.of_dist(dist), shapes.group_offsets(shapes.sequence_lengths(dist, shape.B, shape.T))
+        row, inputs = harness.case_of(op, pass_name, own, DTYPE, dist), case_inputs(op, rows, offsets)
+        makers = run.sides("pallas", ready_jax, op, pass_name, programs.setdefault(own.B, {}), inputs, offsets)
+        if pass_name != "bwd":  # torch.compile's is timed together with its forward only
+            makers |= run.torch_side(TORCH, row, LIMITS, sequences=shape.B)
+        run.measure("pallas", row, makers, "gbps", own.moved_bytes(op, pass_name))
 
 
-def measure_case(run: Run, case: Case, programs: dict[str, Program], inputs: Named) -> None:
-    """Checks, times and writes every side of one case."""
-    makers = run.sides("pallas", ready_jax, case, programs, inputs)
-    if run.torch is not None:
-        makers["torch_compile"] = functools.partial(ready_torch, run.torch, case, run.torch_options)
-    moved = case.shape.moved_bytes(case.op, case.pass_name)
-    row = harness.case_of(case.op, case.pass_name, case.shape, DTYPE, case.dist)
-    run.measure("pallas", case.label, row, makers, "gbps", moved, cold=harness.cold(moved))
-
-
-def measure_shape(run: Run, shape: PackedShape, dists: list[str], ops: list[str], passes: list[str]) -> None:
-    rows = row_tensors(shape)
-    # First the distributions with the shape's own number of sequences: they share programs, and torch keeps one case.
-    dists = sorted(dists, key=lambda dist: shape.of_dist(dist).B != shape.B)
-    for op in ops:
-        for pass_name in passes:
-            programs, compiled_for = {}, None
-            for dist in dists:
-                offsets = shapes.group_offsets(shapes.sequence_lengths(dist, shape.B, shape.T))
-                case = Case(op, shape.of_dist(dist), pass_name, dist, offsets, shape.B)
-                if compiled_for != case.shape.B:
-                    programs, compiled_for = {}, case.shape.B
-                measure_case(run, case, programs, case_inputs(case, rows))
-
-
-def start_torch() -> TorchProcess | None:
-    offsets = shapes.group_offsets(shapes.sequence_lengths("unequal", SMOKE.B, SMOKE.T))
-    case, options = Case("adaln", SMOKE, "fwd", "unequal", offsets, SMOKE.B), {"ways": ["index"], "modes": ["default"]}
-    return harness.start_torch("torch_compile", lambda torch: ready_torch(torch, case, options), COMPILE_SECONDS)
-
-
-def main(
-    shape_names: str = harness.shapes_option(shapes.PACKED),
-    dists: str = typer.Option("", help=f"Of {', '.join(shapes.PACKED_DISTS)}; by default each shape's own."),
-    ops: str = typer.Option(",".join(shapes.PACKED_OPS)),
-    passes: str = typer.Option("fwd,fwd+bwd", help=f"Of {', '.join(shapes.PACKED_PASSES)}; bwd leaves torch out."),
-    peers: str = typer.Option(PEERS, help='"" for none; also: jaxops_xla, the portable backend of jaxops.'),
-    out: str = harness.OUT,
-    rounds: int = typer.Option(5),
-    torch_ways: str = typer.Option(
-        TORCH_WAYS, help="How torch gets a row's modulation. Each is compiled once a case, the last two with gradients."
-    ),
-    torch_modes: str = typer.Option(
-        TORCH_MODES, help="Of torch.compile: the first is tried with all ways, the others with the fastest."
-    ),
-    smoke: bool = harness.SMOKE,
-) -> None:
-    """Appends to <out>/adaln.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    harness.leave_room_for_torch()
-    file = harness.begin("adaln", out, smoke)
-    sides = harness.names(peers)
-    torch = start_torch() if "torch_compile" in sides else None
-    run = Run(
-        file=file,
-        rounds=rounds,
-        ceiling=harness.write_copy(file, smoke),
-        peers=[name for name in sides if name != "torch_compile"],
-        torch=torch,
-        torch_options={"ways": torch_ways.split(","), "modes": torch_modes.split(",")},
+main = command(
+    Benchmark(
+        name="adaln",
+        shapes=shapes.PACKED,
+        smoke=SMOKE,
+        inputs=row_tensors,
+        options={"ops": shapes.PACKED_OPS, "passes": ("fwd", "fwd+bwd"), "dists": ()},
+        known={"passes": shapes.PACKED_PASSES, "dists": shapes.PACKED_DISTS},
+        loops=("ops", "passes"),
+        measure=measure,
+        peers=f"xla,{TORCH}",
+        ceiling="copy_gbps",
+        torch=(
+            TORCH,
+            {"op": "adaln", "pass": "fwd", "dist": "unequal", "sequences": SMOKE.B, "modes": ["default"]}
+            | {"limits": checks.LIMITS[LIMITS], **SMOKE.dims},
+        ),
+        answer_seconds=400,  # torch compiles five times for one answer
     )
-    for shape in [SMOKE] if smoke else [shapes.PACKED[name] for name in shape_names.split(",")]:
-        measure_shape(run, shape, dists.split(",") if dists else list(shape.dists), ops.split(","), passes.split(","))
-        run.done(shape.name)
-    if torch is not None:
-        torch.close()
-    harness.end(run.left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+)

@@ -26,7 +26,7 @@ import typer
 import jaxops
 from benchmarks import harness
 from benchmarks.harness import before
-from benchmarks.ops import fp8_machine
+from benchmarks.harness.machine import measure_ceilings
 from benchmarks.ops.before_cases import OPS, Case, cases_of, geometric_mean
 from jaxops.tuning import use_rows
 
@@ -45,7 +45,6 @@ class Run(harness.Run):
     floor: float
     packages: Packages
     commit: str
-    ceilings: harness.Ceilings
     ratios: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
 
@@ -144,9 +143,8 @@ def measure_case(run: Run, case: Case, programs: Programs, inputs: tuple) -> Non
         run.left_out += 1
         return
     run.ceiling = run.ceilings.dense_tflops if case.rate == "tflops" else run.ceilings.copy_gbps
-    named = {"op": case.op, "pass": case.pass_name, "name": case.name, "shape": case.dims, "dist": case.dist}
-    facts = case.facts | {"rounds": rounds, "before": run.commit}
-    run.write(OURS, named | {"dtype": "bfloat16"}, ready, times, case.rate, case.work, **facts)
+    facts = {"rounds": rounds, "before": run.commit}
+    run.write(OURS, case.row, ready, times, case.rate, case.work, **facts)
     ratio = times[BEFORE].us_p50 / times[OURS].us_p50
     run.ratios.setdefault(case.op, {})[case.label] = ratio
     both = f"{times[OURS].us_p50:9.1f} us, before {times[BEFORE].us_p50:9.1f} us"
@@ -158,9 +156,7 @@ def read_ratios(file: pathlib.Path) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for row in map(json.loads, file.read_text("utf-8").splitlines()):
         if BEFORE in row["vs"]:
-            facts = (row.get(key) for key in ("recipe", "scaling", "layouts"))
-            label = " ".join(x for x in (row["op"], row["name"], *facts, row["dist"], row["pass"]) if x)
-            found.setdefault(row["op"], {})[label] = row["vs"][BEFORE]
+            found.setdefault(row["op"], {})[harness.label_of(row)] = row["vs"][BEFORE]
     return found
 
 
@@ -194,7 +190,7 @@ def main(
         return
     file = harness.begin("before", out, smoke)
     package, commit = before.load_before(pathlib.Path(folder))
-    ceilings, _ = fp8_machine.measure_machine(file, smoke)
+    ceilings = measure_ceilings(file, smoke, dtype=jnp.bfloat16)
     packages = {OURS: jaxops, BEFORE: package}
     run = Run(
         file=file,
@@ -210,16 +206,12 @@ def main(
         cases = [case for case in cases_of(op, smoke) if any(name in case.label for name in names.split(","))]
         programs = compile_all(cases, packages, backend)
         run.done(f"{op}: {len(programs)} programs compiled,")
-        data, inputs = "", ()
+        shape, inputs = "", ()
         for case in cases:
-            if case.data != data:
+            if case.shape.name != shape:
                 del inputs
-                data, inputs = case.data, case.inputs()
+                shape, inputs = case.shape.name, case.inputs()
             measure_case(run, case, programs, inputs)
         run.done(op)
     print_summary(run.ratios, floor)
     harness.end(run.left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)

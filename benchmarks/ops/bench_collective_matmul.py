@@ -1,4 +1,4 @@
-"""Products across the devices of one host, beside the product alone and the ways of XLA, JAX's example and torch.
+"""Products across the devices of one host, beside the product alone and the ways of XLA and torch.
 
 python -m benchmarks collective_matmul                            # everything
 python -m benchmarks collective_matmul --ops mlp --sides xla      # a part
@@ -9,11 +9,8 @@ flight, each of several calls, over the number of calls: a training step has its
 dispatch a program to two devices takes 100 to 250 us of the host alone. torch's is of ten calls in a row by events, on
 the slower card. `of_gemm` is the time over that of XLA's product alone, `host_us` what the host takes to start a call.
 
-Beside the two ops there are
-
-- `mlp`: a Megatron MLP, forward and backward. `xla` and `jaxops_gathered` keep the gathered rows for the backward;
-  `jaxops` and `xla_own_rows` keep a device's own rows and gather again.
-- `lengths`: both ops with a hundred numbers of `rows` in one bucket; `compilations` counts the programs.
+Beside the two ops there is `mlp`: a Megatron MLP, forward and backward. `xla` and `jaxops_gathered` keep the gathered
+rows for the backward; `jaxops` and `xla_own_rows` keep a device's own rows and gather again.
 """
 
 import dataclasses
@@ -31,13 +28,11 @@ import typer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxops
 from benchmarks import harness, shapes
 from benchmarks.harness import checks
 from benchmarks.ops.collective_sides import (
     AGAIN,
     AXIS,
-    EXAMPLE,
     GATHER,
     GEMM,
     KEPT,
@@ -47,11 +42,9 @@ from benchmarks.ops.collective_sides import (
     SIDES,
     XLA,
     Side,
-    examples,
     mesh_of_all,
     operands,
     program,
-    with_rows,
 )
 from benchmarks.peers import torch_collective as peers_torch_collective
 from benchmarks.peers.torch_collective import TorchCards, sampled
@@ -59,14 +52,11 @@ from benchmarks.shapes import DenseShape
 
 DTYPE = jnp.bfloat16
 LIMITS = {GATHER: "bfloat16", SCATTER: "bfloat16", MLP: "bfloat16 mlp"}
-LENGTHS = "lengths"
-OPS = (GATHER, SCATTER, MLP, LENGTHS)
-PEERS = (GEMM, XLA, AGAIN, KEPT, EXAMPLE, *peers_torch_collective.SIDES)
+OPS = (GATHER, SCATTER, MLP)
+PEERS = (GEMM, XLA, AGAIN, KEPT, *peers_torch_collective.SIDES)
 CALLS = {GATHER: 10, SCATTER: 10, MLP: 3}  # in a program
 PRODUCTS = {GATHER: 1, SCATTER: 1, MLP: 6}
-MANY = 100  # lengths
 SMOKE, SMOKE_DEVICES = DenseShape(1000, 64, 256), 2
-WITH_LENGTHS = ("m10006_k4096_n14336", SMOKE.name)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -74,7 +64,7 @@ class Run(harness.Run):
     """until: when the last case may start, in seconds of `time.perf_counter`."""
 
     over: Mesh
-    torch: TorchCards | None
+    cards: TorchCards | None
     until: float
     pool: ThreadPoolExecutor = dataclasses.field(default_factory=lambda: ThreadPoolExecutor(8))
 
@@ -113,7 +103,6 @@ class Case:
     """An op or the MLP at a shape.
 
     Attributes:
-      configs: of the sides that are JAX's example.
       built: (program, its arguments) a side, when `build` has returned.
     """
 
@@ -121,22 +110,13 @@ class Case:
     shape: DenseShape
     args: tuple[jax.Array, ...]
     sides: dict[str, Side]
-    configs: dict[str, dict]
     built: "dict[str, Future[harness.Compiled]]" = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, run: Run, op: str, shape: DenseShape) -> "Case":
         """With the sides that are asked for."""
         sides = {name: side for name, side in SIDES[op].items() if name in (OWN, *run.peers)}
-        configs = {}
-        if EXAMPLE in run.peers and op == GATHER:
-            try:
-                for number, (config, call) in enumerate(examples()):
-                    sides[f"{EXAMPLE} {number}"] = SIDES[op][OWN]._replace(call=call)
-                    configs[f"{EXAMPLE} {number}"] = config
-            except ImportError as error:
-                harness.print_left_out(EXAMPLE, error)
-        return cls(op, shape, operands(op, shape, run.over, DTYPE), sides, configs)
+        return cls(op, shape, operands(op, shape, run.over, DTYPE), sides)
 
 
 def build(run: Run, cases: Sequence[Case]) -> None:
@@ -231,18 +211,14 @@ def measure_case(run: Run, case: Case) -> None:
         # A product alone, whose devices' parts nobody sums, has another result than XLA's side.
         exact = GEMM if name == GEMM and op == SCATTER else XLA
         right = lambda results: check(run, side, results, want(exact), LIMITS[op])
-        config = {"config": case.configs[name]} if name in case.configs else {}
-        return ready(run.over.size, name, timed[name], right, compile_s=found.seconds, **config)
+        return ready(run.over.size, name, timed[name], right, compile_s=found.seconds)
 
     label = f"{shape.name} {op}"
-    sides = run.ready_sides(OWN, label, {name: functools.partial(make, name) for name in case.built})
-    if run.torch is not None:
-        run.torch.wait_started()
-    times = harness.interleave([side.variant for side in sides.values()], run.rounds)
-    run.left_out += OWN in sides and OWN not in times
+    if run.cards is not None:
+        run.cards.wait_started()
+    sides, times = run.time(OWN, label, {name: functools.partial(make, name) for name in case.built})
     for name in times:
         sides[name].facts["host_us"] = timed[name].host_us
-    keep_best_example(sides, times)
     if op != MLP:
         measure_torch(run, op, shape, sides, times)
     if GEMM in times:
@@ -254,24 +230,15 @@ def measure_case(run: Run, case: Case) -> None:
     print(f"{label:52}{' | '.join(parts)}", flush=True)
 
 
-def keep_best_example(sides: dict[str, harness.Ready], times: dict[str, harness.Times]) -> None:
-    """Under its own name."""
-    found = sorted((name for name in times if name.startswith(EXAMPLE)), key=lambda name: times[name].us_p50)
-    if found:
-        times[EXAMPLE], sides[EXAMPLE] = times[found[0]], sides[found[0]]
-    for name in found:
-        del times[name]
-
-
 def measure_torch(
     run: Run, op: str, shape: DenseShape, sides: dict[str, harness.Ready], times: dict[str, harness.Times]
 ) -> None:
     """Adds its sides, each the fastest of its layouts."""
     for name in peers_torch_collective.SIDES:
-        if run.torch is None or name not in run.peers:
+        if run.cards is None or name not in run.peers:
             continue
         try:
-            answer = run.torch.measure(op=op, side=name, rounds=run.rounds, **shape.dims)
+            answer = run.cards.measure(op=op, side=name, rounds=run.rounds, **shape.dims)
             checks.demand_right(answer["max_err"], answer["rms_err"], LIMITS[op])
         except (RuntimeError, ArithmeticError) as error:
             harness.print_left_out(f"{name} at {shape.name} {op}", error)
@@ -279,42 +246,6 @@ def measure_torch(
         facts = {"devices": run.over.size, "recipe": answer["recipe"], "host_us": answer["host_us"]}
         sides[name] = harness.Ready(harness.Variant(name, lambda n: []), answer["max_err"], facts)
         times[name] = harness.Times.of(answer["us"])
-
-
-def measure_lengths(run: Run, op: str, shape: DenseShape) -> None:
-    """Of one program for all numbers of rows in a bucket: with all rows of the bucket, and with half of them."""
-    M = jaxops.bucket_length(shape.M)
-    padded = dataclasses.replace(shape, M=M)
-    side, calls = with_rows(SIDES[op][OWN]), CALLS[op]
-    x, w = operands(op, padded, run.over, DTYPE)
-    call = program(side, run.over, calls)
-    count = lambda rows: jax.device_put(np.int32(rows), NamedSharding(run.over, P()))
-    timed = {name: Timed(call, (x, w, count(rows)), calls) for name, rows in (("full", M), ("half", M // 2))}
-
-    def make(name: str) -> harness.Ready:
-        rows = timed[name].args[2]
-        valid = jax.jit(lambda x: jnp.where((jnp.arange(M) < rows)[:, None], x, 0), out_shardings=x.sharding)(x)
-        want = wanted(run, SIDES[op][XLA], (valid, w))
-        return ready(
-            run.over.size, name, timed[name], lambda got: check(run, side, got, want, LIMITS[op]), rows=int(rows)
-        )
-
-    label = f"{shape.name} {op} {LENGTHS}"
-    sides = run.ready_sides(OWN, label, {name: functools.partial(make, name) for name in timed})
-    run.left_out += len(timed) - len(sides)
-    lengths = [int(rows) for rows in np.linspace(shape.M - MANY + 1, shape.M, MANY)]
-    assert {jaxops.bucket_length(rows) for rows in lengths} == {M}
-    for rows in lengths:
-        jax.block_until_ready(call(x, w, count(rows)))
-    times = harness.interleave([side.variant for side in sides.values()], run.rounds)
-    facts = {"backend": OWN, "lengths": MANY, "compilations": call._cache_size()}
-    for name, t in times.items():
-        sides[name].facts |= facts | {"host_us": timed[name].host_us}
-        row = harness.case_of(op, "fwd", padded, DTYPE, f"{name} bucket")
-        valid = dataclasses.replace(padded, M=sides[name].facts["rows"])
-        run.write_side(row, name, sides[name], t, {}, "tflops", run.flops(op, valid))
-    parts = [f"{name} {t.us_p50:.1f} us" for name, t in times.items()]
-    print(f"{label:52}{' | '.join(parts)} | {facts['compilations']} compilations", flush=True)
 
 
 def placed(run: Run, side: Side, args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -326,17 +257,14 @@ def measure_shape(run: Run, shape: DenseShape, ops: Sequence[str]) -> None:
     """All cases of a shape, as far as the time limit lets them start."""
     jobs: dict[str, Callable[[], None]] = {}
     if time.perf_counter() < run.until:
-        cases = [Case.of(run, op, shape) for op in ops if op in SIDES]
+        cases = [Case.of(run, op, shape) for op in ops]
         build(run, cases)
         jobs = {case.op: functools.partial(measure_case, run, case) for case in cases}
     for op in ops:
         if time.perf_counter() >= run.until:
             print(f"  left out: {shape.name} {op}: the time limit", flush=True)
-        elif op != LENGTHS:
+        else:
             jobs[op]()
-        elif shape.name in WITH_LENGTHS:
-            for product in (GATHER, SCATTER):
-                measure_lengths(run, product, shape)
 
 
 def main(
@@ -356,16 +284,12 @@ def main(
     over = mesh_of_all()
     file = harness.begin("collective_matmul", out, smoke, over.size)
     peers = [name for name in harness.names(sides) if name != OWN]
-    of_torch = set(peers) & set(peers_torch_collective.SIDES) and set(harness.names(ops)) & {GATHER, SCATTER}
+    of_torch = set(peers) & set(peers_torch_collective.SIDES) and set(harness.names(ops, OPS)) & {GATHER, SCATTER}
     torch = TorchCards(over.size, str(harness.ROOT)) if of_torch else None
-    run = Run(file=file, rounds=rounds, ceiling=None, peers=peers, over=over, torch=torch, until=begin + time_limit)
+    run = Run(file=file, rounds=rounds, ceiling=None, peers=peers, over=over, cards=torch, until=begin + time_limit)
     for shape in [SMOKE] if smoke else [shapes.COLLECTIVE[name] for name in harness.names(shape_names)]:
-        measure_shape(run, shape, harness.names(ops))
+        measure_shape(run, shape, harness.names(ops, OPS))
         run.done(shape.name)
     if torch is not None:
         torch.close()
     harness.end(run.left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -10,22 +10,21 @@ into both layouts. gemm, beside wgrad, is its product alone, of operands quantis
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 
 import jaxops
 from benchmarks import harness, shapes
 from benchmarks.harness import checks
-from benchmarks.ops import bench_grouped_matmul, fp8_machine, fp8_products
-from benchmarks.peers.torch_process import TorchProcess
+from benchmarks.harness.command import Benchmark, command
+from benchmarks.harness.machine import cold
+from benchmarks.ops import fp8_products
+from benchmarks.peers.jax_passes import jaxops_passes
 from benchmarks.shapes import GroupedShape
-from jaxops._lib.numerics.fp8 import Quantized
 from jaxops.ops.fp8_matmul.operand import Operand, cols_of
 from jaxops.ops.fp8_matmul.plan import Plan, Problem
 from jaxops.ops.fp8_matmul.recipes import RECIPES
@@ -34,53 +33,37 @@ DTYPE = jnp.bfloat16
 RECIPE = RECIPES["blockwise"]
 SMOKE = GroupedShape("smoke", 4, 384, 256, 128)
 PASSES = ("fwd", "dgrad", "wgrad", "fwd+bwd")
-OURS, GEMM, PEERS = "fp8", "gemm", "gemm,jaxops_bf16,torch_grouped_mm"
+OURS, GEMM, TORCH = "fp8", "gemm", "torch_grouped_mm"
 _SHORT = 64  # rows of a group: the errors of shorter sums do not average out
 _PARTS = {"fwd": ("fwd",), "dgrad": ("dgrad",), "wgrad": ("wgrad",), "fwd+bwd": ("fwd", "dgrad", "wgrad")}
 Passes = dict[str, Callable[..., dict[str, Any]]]
 
 
-@dataclasses.dataclass(kw_only=True)
-class Run(harness.Run):
-    """ceilings: with the dense FP8 rate; None where XLA has no cuBLASLt FP8."""
-
-    ceilings: harness.Ceilings | None
-    torch: dict[str, TorchProcess]
-    backend: str
-
-
-@dataclasses.dataclass
 class Inputs:
-    """One shape's operands, made once. quantized: rhs in both layouts, as a step's first microbatch leaves it."""
+    """One shape's operands, made once, and the programs of the last pass, compiled once for all distributions."""
 
-    lhs: jax.Array
-    rhs: jax.Array
-    dout: jax.Array
-    quantized: Quantized
+    def __init__(self, shape: GroupedShape):
+        s = shape
+        sizes = [(s.M, s.K), (s.G, s.K, s.N), (s.M, s.N)]
+        self.tensors = self.lhs, self.rhs, self.dout = tuple(
+            harness.normal(seed, dims, DTYPE) for seed, dims in enumerate(sizes)
+        )
+        # rhs in both layouts, as a step's first microbatch leaves it.
+        self.quantized = fp8_products.quantize_for(RECIPE, "w", self.rhs)
+        self.pass_name, self.programs = "", dict[str, tuple[Callable, float]]()
 
-    @classmethod
-    def make(cls, shape: GroupedShape) -> "Inputs":
-        G, M, K, N = shape.G, shape.M, shape.K, shape.N
-        lhs, rhs, dout = (harness.normal(seed, dims, DTYPE) for seed, dims in enumerate([(M, K), (G, K, N), (M, N)]))
-        return cls(lhs, rhs, dout, fp8_products.quantize_for(RECIPE, "w", rhs))
-
-    def args(self, offsets: np.ndarray) -> tuple:
-        return self.lhs, self.rhs, self.quantized, self.dout, jnp.asarray(offsets)
+    def programs_of(self, pass_name: str) -> dict[str, tuple[Callable, float]]:
+        if pass_name != self.pass_name:
+            self.pass_name, self.programs = pass_name, {}
+        return self.programs
 
 
-class Case(bench_grouped_matmul.Case):
-    @property
-    def flops(self) -> int:
-        return self.shape.flops * len(_PARTS[self.pass_name])
-
-    @property
-    def moved(self) -> int:
-        """The fewest bytes of the passes: activations and gradients in bfloat16, weights in FP8, wgrad in bfloat16."""
-        s = self.shape
-        groups = int(np.count_nonzero(np.diff(self.offsets)))
-        rows, weights = 2 * (s.M * s.K + s.M * s.N), groups * s.K * s.N
-        parts = {"fwd": rows + weights, "dgrad": rows + weights, "wgrad": rows + 2 * s.G * s.K * s.N}
-        return sum(parts[part] for part in _PARTS[self.pass_name])
+def moved_bytes(shape: GroupedShape, pass_name: str, offsets: np.ndarray) -> int:
+    """The fewest bytes of the passes: activations and gradients in bfloat16, weights in FP8, wgrad in bfloat16."""
+    s, groups = shape, int(np.count_nonzero(np.diff(offsets)))
+    rows, weights = 2 * (s.M * s.K + s.M * s.N), groups * s.K * s.N
+    parts = {"fwd": rows + weights, "dgrad": rows + weights, "wgrad": rows + 2 * s.G * s.K * s.N}
+    return sum(parts[part] for part in _PARTS[pass_name])
 
 
 def jaxops_fp8(plan: Plan) -> Passes:
@@ -126,99 +109,71 @@ def multiply_columns(
 
 def jaxops_bf16() -> Passes:
     """jaxops' own grouped matmul of the same operands in bfloat16."""
+    own = jaxops_passes("auto")
 
-    def fwd(lhs, rhs, quantized, dout, offsets):
-        return {"fwd": jaxops.grouped_matmul(lhs, rhs, offsets)}
+    def of(*parts: str) -> Callable[..., dict[str, jax.Array]]:
+        return lambda lhs, rhs, quantized, dout, offsets: {
+            part: own[part](lhs, rhs, dout, offsets, None) for part in parts
+        }
 
-    def dgrad(lhs, rhs, quantized, dout, offsets):
-        return {"dgrad": jaxops.grouped_matmul(dout, rhs, offsets, transpose_rhs=True)}
-
-    def wgrad(lhs, rhs, quantized, dout, offsets):
-        return {"wgrad": jaxops.grouped_wgrad(lhs, dout, offsets)}
-
-    return {
-        "fwd": fwd,
-        "dgrad": dgrad,
-        "wgrad": wgrad,
-        "fwd+bwd": lambda *args: fwd(*args) | dgrad(*args) | wgrad(*args),
-    }
+    return {pass_name: of(*parts) for pass_name, parts in _PARTS.items()}
 
 
-def ready_jax(
-    name: str, run: Run, case: Case, programs: dict[str, tuple[Callable, float]], inputs: Inputs
-) -> harness.Ready:
-    """programs: compiled once a shape and pass: the group sizes are data."""
-    s, args = case.shape, inputs.args(case.offsets)
-    plan = fp8_products.choose_plan(Problem(s.M, s.K, s.N, RECIPE.name, jnp.dtype(DTYPE).name, s.G), run.backend)
+def ready_jax(name: str, shape: GroupedShape, pass_name: str, inputs: Inputs, offsets: np.ndarray) -> harness.Ready:
+    s, args = shape, (inputs.lhs, inputs.rhs, inputs.quantized, inputs.dout, jnp.asarray(offsets))
+    plan = fp8_products.choose_plan(Problem(s.M, s.K, s.N, RECIPE.name, jnp.dtype(DTYPE).name, s.G))
     if name == GEMM:
         program = lambda operands, offsets: multiply_columns(plan, operands, offsets, s.M)
         args = quantize_columns(inputs.lhs, inputs.dout, args[-1]), args[-1]
     else:
-        program = (jaxops_fp8(plan) if name == OURS else jaxops_bf16())[case.pass_name]
+        program = (jaxops_fp8(plan) if name == OURS else jaxops_bf16())[pass_name]
+    programs = inputs.programs_of(pass_name)
     if name not in programs:
         programs[name] = harness.compile_fits(program, *args)
-    tensors, sizes = (inputs.lhs, inputs.rhs, inputs.dout), np.diff(case.offsets)
-    short = case.pass_name in ("wgrad", "fwd+bwd") and np.min(sizes[sizes > 0]) < _SHORT
+    sizes = np.diff(offsets)
+    short = pass_name in ("wgrad", "fwd+bwd") and np.min(sizes[sizes > 0]) < _SHORT
     limits = jnp.dtype(DTYPE).name if name not in (OURS, GEMM) else "fp8 short sums" if short else "fp8"
 
     def check(results: dict[str, jax.Array]) -> float:
-        errors = [checks.grouped_errors(part, s, result, tensors, case.offsets) for part, result in results.items()]
+        errors = [checks.grouped_errors(part, s, result, inputs.tensors, offsets) for part, result in results.items()]
         return max(checks.demand_right(*each, limits) for each in errors)
 
     facts: dict[str, Any] = {"backend": GEMM if name == GEMM else plan.backend, "recipe": RECIPE.name}
-    facts["kernels"] = fp8_products.kernels_of(plan, _PARTS[case.pass_name])
+    facts["kernels"] = fp8_products.kernels_of(plan, _PARTS[pass_name])
     return harness.checked(name, programs[name], args, check, **(facts if name in (OURS, GEMM) else {}))
 
 
-def ready_torch(torch: TorchProcess, name: str, case: Case) -> harness.Ready:
-    request = {"op": "fp8_grouped_matmul", "limits": checks.LIMITS["fp8"]}
-    request |= {"pass": case.pass_name, "dist": case.dist}
-    return harness.torch_ready(name, torch, torch.ask(do="prepare", **request, **case.shape.dims))
+def measure(run: harness.Run, shape: GroupedShape, inputs: Inputs, pass_name: str, dist: str) -> None:
+    offsets = shapes.group_offsets(shapes.group_sizes(dist, shape.G, shape.M))
+    makers = run.sides(OURS, ready_jax, shape, pass_name, inputs, offsets)
+    if pass_name != "wgrad":
+        makers.pop(GEMM, None)
+    row = harness.case_of("fp8_grouped_matmul", pass_name, shape, DTYPE, dist)
+    if pass_name in ("fwd", "dgrad"):
+        makers |= run.torch_side(TORCH, row, "fp8")
+    flops, moved = shape.flops * len(_PARTS[pass_name]), moved_bytes(shape, pass_name, offsets)
+    c, least_us = run.ceilings, None
+    if c.fp8_tflops is not None:
+        least_us = dataclasses.replace(c, dense_tflops=c.fp8_tflops).least_us(flops, moved)
+    run.measure(OURS, row, makers, "tflops", flops, least_us=least_us, cold=cold(moved))
 
 
-def measure_case(run: Run, case: Case, programs: dict[str, tuple[Callable, float]], inputs: Inputs) -> None:
-    """Checks, times and writes every side of one case."""
-    ours = {GEMM, "jaxops_bf16"} if case.pass_name == "wgrad" else {"jaxops_bf16"}
-    jax_sides = (OURS, *(peer for peer in run.peers if peer in ours))
-    makers = {name: functools.partial(ready_jax, name, run, case, programs, inputs) for name in jax_sides}
-    if case.pass_name in ("fwd", "dgrad"):
-        makers |= {name: functools.partial(ready_torch, torch, name, case) for name, torch in run.torch.items()}
-    row = harness.case_of("fp8_grouped_matmul", case.pass_name, case.shape, DTYPE, case.dist)
-    least_us = None if run.ceilings is None else run.ceilings.least_us(case.flops, case.moved)
-    facts = {"least_us": least_us, "cold": harness.cold(case.moved)}
-    run.measure(OURS, case.label, row, makers, "tflops", case.flops, **facts)
-
-
-def main(
-    shape_names: str = harness.shapes_option(shapes.GROUPED),
-    dists: str = typer.Option("balanced,skewed", help=f"Of {', '.join(shapes.DISTS)}."),
-    passes: str = typer.Option(",".join(PASSES[:3]), help=f"Of {', '.join(PASSES)}."),
-    peers: str = typer.Option(PEERS, help='"" for none.'),
-    backend: str = typer.Option("auto", help="Of jaxops."),
-    out: str = harness.OUT,
-    rounds: int = typer.Option(4),
-    smoke: bool = harness.SMOKE,
-) -> None:
-    """Appends to <out>/fp8_grouped_matmul.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    harness.leave_room_for_torch()
-    file, names = harness.begin("fp8_grouped_matmul", out, smoke), harness.names(peers)
-    torch = fp8_machine.start_torch(names, op="fp8_grouped_matmul", **{"pass": "fwd", "dist": "balanced"}, **SMOKE.dims)
-    ceilings, fp8_tflops = fp8_machine.measure_machine(file, smoke)
-    fp8 = None if fp8_tflops is None else dataclasses.replace(ceilings, dense_tflops=fp8_tflops)
-    run = Run(file=file, rounds=rounds, ceiling=None, peers=names, ceilings=fp8, torch=torch, backend=backend)
-    for shape in [SMOKE] if smoke else [shapes.GROUPED[name] for name in shape_names.split(",")]:
-        inputs = Inputs.make(shape)
-        for pass_name in passes.split(","):
-            programs: dict[str, tuple[Callable, float]] = {}
-            for dist in dists.split(","):
-                offsets = shapes.group_offsets(shapes.group_sizes(dist, shape.G, shape.M))
-                measure_case(run, Case(shape, pass_name, dist, offsets), programs, inputs)
-        del inputs
-        run.done(shape.name)
-    for process in torch.values():
-        process.close()
-    harness.end(run.left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+main = command(
+    Benchmark(
+        name="fp8_grouped_matmul",
+        shapes=shapes.GROUPED,
+        smoke=SMOKE,
+        inputs=Inputs,
+        options={"passes": PASSES[:3], "dists": ("balanced", "skewed")},
+        known={"passes": PASSES, "dists": shapes.DISTS},
+        measure=measure,
+        peers=f"{GEMM},jaxops_bf16,{TORCH}",
+        rounds=4,
+        ceilings={"dtype": DTYPE, "fp8": True},
+        torch=(
+            TORCH,
+            {"op": "fp8_grouped_matmul", "pass": "fwd", "dist": "balanced", "limits": checks.LIMITS["fp8"]}
+            | SMOKE.dims,
+        ),
+    )
+)

@@ -19,14 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import typer
 
 import jaxops
 from benchmarks import harness, shapes
 from benchmarks.harness import checks
-from benchmarks.ops import fp8_machine, fp8_products
+from benchmarks.harness.command import Benchmark, command
+from benchmarks.ops import fp8_products
 from benchmarks.peers import fp8 as peers_fp8
-from benchmarks.peers.torch_process import TorchProcess
 from benchmarks.shapes import DenseShape
 from jaxops.ops.fp8_matmul.plan import Plan, Problem
 from jaxops.ops.fp8_matmul.recipes import RECIPES, Recipe
@@ -35,20 +34,8 @@ DTYPE = jnp.bfloat16
 SMOKE = DenseShape(128, 256, 128)
 PASSES = ("fwd", "fwd+bwd", "inference", "gemm")
 PRODUCTS = {"fwd": ("fwd",), "inference": ("fwd",), "fwd+bwd": ("fwd", "dgrad", "wgrad")}
-DEFAULT_RECIPES = "tensorwise,rowwise,blockwise"
-PEERS = "xla_bf16,xla,torch_compile"
-
-
-@dataclasses.dataclass(kw_only=True)
-class Run(harness.Run):
-    """xla_forms: the faster way of writing FP8 for XLA, by pass; ceiling: the dense FP8 rate."""
-
-    copy_gbps: float
-    recipes: list[str]
-    torch: dict[str, TorchProcess]
-    torch_passes: list[str]
-    backend: str
-    xla_forms: dict[str, str] = dataclasses.field(default_factory=dict)
+DEFAULT_RECIPES = ("tensorwise", "rowwise", "blockwise")
+TORCH = "torch_compile"  # for fwd+bwd it compiles for some seconds a shape
 
 
 @dataclasses.dataclass
@@ -126,8 +113,8 @@ def problem_of(shape: DenseShape, recipe: str) -> Problem:
     return Problem(shape.M, shape.K, shape.N, recipe, jnp.dtype(DTYPE).name)
 
 
-def own_side(run: Run, shape: DenseShape, recipe: Recipe, pass_name: str, inputs: Inputs) -> Side:
-    plan = fp8_products.choose_plan(problem_of(shape, recipe.name), run.backend)
+def own_side(shape: DenseShape, recipe: Recipe, pass_name: str, inputs: Inputs) -> Side:
+    plan = fp8_products.choose_plan(problem_of(shape, recipe.name))
     amax = tuple(jnp.max(jnp.abs(tensor)).astype(jnp.float32) for tensor in (inputs.x, inputs.w))
     cast = "inside" if plan.fwd is not None and plan.fwd.cast_lhs else "before"
     facts: dict[str, Any] = {"backend": plan.backend, "recipe": recipe.name, "cast": cast}
@@ -138,9 +125,9 @@ def own_side(run: Run, shape: DenseShape, recipe: Recipe, pass_name: str, inputs
     return Side(recipe.name, True, checked(recipe.name, program, args, inputs, limits, **facts))
 
 
-def floor_side(run: Run, shape: DenseShape, recipe: Recipe, pass_name: str, inputs: Inputs) -> Side:
+def floor_side(shape: DenseShape, recipe: Recipe, pass_name: str, inputs: Inputs) -> Side:
     """Only the products of the plan."""
-    plan = fp8_products.choose_plan(problem_of(shape, recipe.name), run.backend)
+    plan = fp8_products.choose_plan(problem_of(shape, recipe.name))
     tensors = {"x": inputs.x, "w": inputs.w, "dy": inputs.dy}
     q = {name: fp8_products.quantize_for(recipe, name, tensor) for name, tensor in tensors.items()}
     program, limits = fp8_products.gemms(recipe, PRODUCTS[pass_name], plan), limits_of(recipe, pass_name)
@@ -153,11 +140,11 @@ def bf16_side(pass_name: str, inputs: Inputs) -> Side:
     return Side("", False, checked("xla_bf16", program, inputs.args, inputs, "bfloat16"))
 
 
-def xla_side(run: Run, pass_name: str, inputs: Inputs) -> Side:
-    """XLA's FP8, in the form that is faster at the first shape."""
-    forms = [run.xla_forms[pass_name]] if pass_name in run.xla_forms else ["scaled", "direct"]
+def xla_side(run: harness.Run, pass_name: str, inputs: Inputs) -> Side:
+    """XLA's FP8, in the form that is faster at the first shape, which `run.options` keeps."""
+    chosen = run.options.setdefault(f"form of xla {pass_name}", [])
     found: dict[str, harness.Ready] = {}
-    for form in forms:
+    for form in chosen or ["scaled", "direct"]:
         try:
             program = peers_fp8.fp8_passes(form)[pass_name]
             recipe = lambda compiled, form=form: (
@@ -168,21 +155,15 @@ def xla_side(run: Run, pass_name: str, inputs: Inputs) -> Side:
             harness.print_left_out(f"xla {form} {pass_name}", error)
     if not found:
         raise RuntimeError("neither way of writing it worked")
-    if len(forms) > 1:
+    if not chosen:
         quick = {form: min(side.variant.times_us(3)) for form, side in found.items()}
-        run.xla_forms[pass_name] = min(quick, key=lambda form: quick[form])
+        chosen.append(min(quick, key=lambda form: quick[form]))
         times = ", ".join(f"{form} {us:.0f} us ({found[form].facts['recipe']})" for form, us in quick.items())
         print(f"  xla {pass_name}: {times}", flush=True)
-    return Side("", False, found[run.xla_forms.get(pass_name, next(iter(found)))])
+    return Side("", False, found[chosen[0]])
 
 
-def torch_side(run: Run, name: str, shape: DenseShape, pass_name: str) -> Side:
-    torch, request = run.torch[name], {"limits": checks.LIMITS["fp8"]}
-    answer = torch.ask(do="prepare", op="fp8_matmul", **request, **{"pass": pass_name}, **shape.dims)
-    return Side("", False, harness.torch_ready(name, torch, answer))
-
-
-def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> Makers:
+def gemm_sides(run: harness.Run, shape: DenseShape, inputs: Inputs) -> Makers:
     """The product alone.
 
     tensorwise: one scale a tensor, sums over all of K in the tensor core, as cuBLASLt's. tensorwise promoted: partial
@@ -191,11 +172,11 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> Makers:
 
     def own(recipe_name: str, label: str, pass_name: str, fast: bool) -> Side:
         recipe, problem = RECIPES[recipe_name], problem_of(shape, recipe_name)
-        plan = fp8_products.choose_plan(problem, run.backend)
+        plan = fp8_products.choose_plan(problem)
         tiles = fp8_products.own_tiles(problem, plan, pass_name)
         if pass_name in recipe.fast and not fast:  # sums in float32 need the tiles of a dgrad of the same shape
             same = problem_of(DenseShape(shape.M, shape.N, shape.K), recipe_name)
-            tiles = fp8_products.own_tiles(same, fp8_products.choose_plan(same, run.backend), "dgrad")
+            tiles = fp8_products.own_tiles(same, fp8_products.choose_plan(same), "dgrad")
         plan = dataclasses.replace(plan, **{pass_name: tiles})
         recipe = dataclasses.replace(recipe, fast=frozenset({pass_name} if fast else ()))
         names = ("x", "w") if pass_name == "fwd" else ("x", "dy")
@@ -225,46 +206,45 @@ def gemm_sides(run: Run, shape: DenseShape, inputs: Inputs) -> Makers:
         "blockwise": lambda: own("blockwise", "blockwise", "fwd", False),
         "blockwise wgrad": lambda: own("blockwise", "blockwise wgrad", "wgrad", False),
     }
-    makers = {name: make for name, make in makers.items() if name.split()[0] in run.recipes}
+    makers = {name: make for name, make in makers.items() if name.split()[0] in run.options["recipes"]}
     if "xla_bf16" in run.peers:
         makers["xla_bf16"] = lambda: bf16_side("fwd", inputs)
     return makers | {"cublaslt": cublaslt}
 
 
-def linear_sides(run: Run, shape: DenseShape, pass_name: str, inputs: Inputs) -> Makers:
+def linear_sides(run: harness.Run, row: dict, shape: DenseShape, inputs: Inputs) -> Makers:
     makers: Makers = {}
-    for recipe in (RECIPES[name] for name in run.recipes):
-        makers[recipe.name] = functools.partial(own_side, run, shape, recipe, pass_name, inputs)
-        products = functools.partial(floor_side, run, shape, recipe, pass_name, inputs)
+    pass_name = row["pass"]
+    for recipe in (RECIPES[name] for name in run.options["recipes"]):
+        makers[recipe.name] = functools.partial(own_side, shape, recipe, pass_name, inputs)
+        products = functools.partial(floor_side, shape, recipe, pass_name, inputs)
         makers[f"{recipe.name} products"] = products
     peers = {"xla_bf16": lambda: bf16_side(pass_name, inputs), "xla": lambda: xla_side(run, pass_name, inputs)}
-    makers |= {name: peers[name] for name in run.peers if name not in fp8_machine.TORCH_PEERS}
+    makers |= {name: peers[name] for name in run.peers}
     if pass_name == "inference":
         makers.pop("xla", None)  # it would cast w in each call
-    torch = run.torch if pass_name in run.torch_passes else {}
-    return makers | {name: functools.partial(torch_side, run, name, shape, pass_name) for name in torch}
+    torch = run.torch_side(TORCH, row, "fp8") if pass_name in run.options["torch_passes"] else {}
+    return makers | {name: lambda make=make: Side("", False, make()) for name, make in torch.items()}
 
 
-def measure_case(run: Run, shape: DenseShape, pass_name: str, inputs: Inputs) -> None:
-    """Checks, times and writes every side of one shape and pass, all of them interleaved."""
-    label = f"{shape.name} {pass_name}"
-    sides: dict[str, Side] = {}
-    makers = gemm_sides(run, shape, inputs) if pass_name == "gemm" else linear_sides(run, shape, pass_name, inputs)
-    for name, make in makers.items():
-        try:
-            sides[name] = make()
-        except Exception as error:
-            harness.print_left_out(f"{name} at {label}", error)
-            run.left_out += name.split()[0] in RECIPES
-    times = harness.interleave([side.ready.variant for side in sides.values()], run.rounds)
-    run.left_out += sum(name not in times for name, side in sides.items() if side.own)
+def measure(run: harness.Run, shape: DenseShape, inputs: Inputs, pass_name: str) -> None:
+    """All sides of one shape and pass, interleaved; the products alone are in the rows that are compared with them."""
+    row = harness.case_of("fp8_matmul", pass_name, shape, DTYPE)
+    label, sides = harness.label_of(row), dict[str, Side]()
+
+    def kept(name: str, make: Callable[[], Side]) -> harness.Ready:
+        sides[name] = make()
+        return sides[name].ready
+
+    makers = gemm_sides(run, shape, inputs) if pass_name == "gemm" else linear_sides(run, row, shape, inputs)
+    own = {name for name in makers if name.split()[0] in RECIPES}
+    _, times = run.time(own, label, {name: functools.partial(kept, name, make) for name, make in makers.items()})
     flops = shape.flops * len(PRODUCTS.get(pass_name, ("fwd",)))
     peers = {name: t for name, t in times.items() if not sides[name].recipe}
-    row = harness.case_of("fp8_matmul", pass_name, shape, DTYPE)
     for name, t in times.items():
         side = sides[name]
         if side.recipe and not side.own:
-            continue  # a floor's products are in the rows that are compared with them
+            continue
         facts = floor_facts(run, shape, pass_name, side, t, times)
         compared = {name: t} | (peers if side.own else {})
         vs = harness.ratios(name, compared, own=name)
@@ -272,59 +252,36 @@ def measure_case(run: Run, shape: DenseShape, pass_name: str, inputs: Inputs) ->
         against = "".join(f", {ratio:.2f}x {peer}" for peer, ratio in vs.items())
         floor = f", {facts['of_floor']:.2f} of floor" if facts else ""
         print(
-            f"{label:34}{name:30}{t.us_p50:8.0f} us {flops / t.us_p50 / 1e6:6.0f} TFLOP/s{against}{floor}", flush=True
+            f"{label:34} {name:30}{t.us_p50:8.0f} us {flops / t.us_p50 / 1e6:6.0f} TFLOP/s{against}{floor}", flush=True
         )
 
 
 def floor_facts(
-    run: Run, shape: DenseShape, pass_name: str, side: Side, t: harness.Times, times: dict[str, harness.Times]
+    run: harness.Run, shape: DenseShape, pass_name: str, side: Side, t: harness.Times, times: dict[str, harness.Times]
 ) -> dict[str, float]:
     """gemm_us: the products alone."""
     products = times.get(f"{side.recipe} products")
     if not side.own or products is None:
         return {}
-    cast_us = fp8_products.cast_bytes(RECIPES[side.recipe], pass_name, shape.M, shape.K, shape.N) / run.copy_gbps / 1e3
-    floor_us = products.us_p50 + cast_us
+    moved = fp8_products.cast_bytes(RECIPES[side.recipe], pass_name, shape.M, shape.K, shape.N)
+    floor_us = products.us_p50 + moved / run.ceilings.copy_gbps / 1e3
     return {"gemm_us": products.us_p50, "floor_us": floor_us, "of_floor": floor_us / t.us_p50}
 
 
-def main(
-    shape_names: str = harness.shapes_option(shapes.DENSE),
-    recipes: str = typer.Option(DEFAULT_RECIPES, help=f"Of {', '.join(RECIPES)}."),
-    passes: str = typer.Option(",".join(PASSES)),
-    peers: str = typer.Option(PEERS, help='"" for none.'),
-    torch_passes: str = typer.Option("fwd", help="Of torch; fwd+bwd compiles for some seconds a shape."),
-    backend: str = typer.Option("auto", help="Of jaxops."),
-    out: str = harness.OUT,
-    rounds: int = typer.Option(4),
-    smoke: bool = harness.SMOKE,
-) -> None:
-    """Appends to <out>/fp8_matmul.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    harness.leave_room_for_torch()
-    file, names = harness.begin("fp8_matmul", out, smoke), harness.names(peers)
-    torch = fp8_machine.start_torch(names, op="fp8_matmul", **{"pass": "fwd"}, **SMOKE.dims)
-    ceilings, dense_tflops = fp8_machine.measure_machine(file, smoke)
-    run = Run(
-        file=file,
-        rounds=rounds,
-        ceiling=dense_tflops,
-        peers=names,
-        copy_gbps=ceilings.copy_gbps,
-        recipes=recipes.split(","),
-        torch=torch,
-        torch_passes=torch_passes.split(","),
-        backend=backend,
+main = command(
+    Benchmark(
+        name="fp8_matmul",
+        shapes=shapes.DENSE,
+        smoke=SMOKE,
+        inputs=Inputs.make,
+        options={"passes": PASSES, "recipes": DEFAULT_RECIPES, "torch_passes": ("fwd",)},
+        known={"recipes": RECIPES, "torch_passes": ("fwd", "fwd+bwd")},
+        loops=("passes",),
+        measure=measure,
+        peers=f"xla_bf16,xla,{TORCH}",
+        rounds=4,
+        ceilings={"dtype": DTYPE, "fp8": True},
+        ceiling="fp8_tflops",
+        torch=(TORCH, {"op": "fp8_matmul", "pass": "fwd", "limits": checks.LIMITS["fp8"], **SMOKE.dims}),
     )
-    for shape in [SMOKE] if smoke else [shapes.DENSE[name] for name in shape_names.split(",")]:
-        inputs = Inputs.make(shape)
-        for pass_name in passes.split(","):
-            measure_case(run, shape, pass_name, inputs)
-        del inputs
-        run.done(shape.name)
-    for process in torch.values():
-        process.close()
-    harness.end(run.left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+)

@@ -8,11 +8,9 @@ python -m benchmarks grouped_matmul --smoke --out /tmp/x  # tiny shapes, every c
 import dataclasses
 import functools
 import itertools
-import math
-import pathlib
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +19,15 @@ import typer
 
 from benchmarks import harness, shapes
 from benchmarks.harness import checks
+from benchmarks.harness.machine import cold, measure_ceilings
 from benchmarks.peers.jax_passes import Passes, jax_peer, jaxops_passes
-from benchmarks.peers.torch_process import TorchProcess
 from benchmarks.shapes import GroupedShape
 from jaxops.ops.grouped_matmul import Problem, make_plan
 from jaxops.tuning import current_device, tuned_rows
 
 DTYPE = jnp.bfloat16
 SMOKE = GroupedShape("smoke", 4, 96, 64, 128)
-OURS = "jaxops"
+OURS, TORCH = "jaxops", "torch_grouped_mm"
 Programs = dict[str, "tuple[Callable, float] | Future[harness.Compiled]"]  # of each side, and seconds of compilation
 PEERS = "ragged_dot,tokamax_mosaic,tokamax_triton,torch_grouped_mm,cublas"
 
@@ -38,9 +36,7 @@ PEERS = "ragged_dot,tokamax_mosaic,tokamax_triton,torch_grouped_mm,cublas"
 class Run(harness.Run):
     """passes: of jaxops, first, and of each JAX peer."""
 
-    ceilings: harness.Ceilings
     passes: dict[str, Passes]
-    torch: TorchProcess | None
 
 
 @dataclasses.dataclass
@@ -63,18 +59,16 @@ class Inputs:
         return self.lhs, rhs, self.dout, jnp.asarray(offsets), jnp.asarray(np.diff(offsets))
 
 
-@dataclasses.dataclass
-class Case:
+class Case(NamedTuple):
     """One shape, pass and distribution."""
 
     shape: GroupedShape
     pass_name: str
     dist: str
-    offsets: np.ndarray
 
     @property
-    def label(self) -> str:
-        return f"{self.shape.name} {self.dist} {self.pass_name}"
+    def offsets(self) -> np.ndarray:
+        return shapes.group_offsets(shapes.group_sizes(self.dist, self.shape.G, self.shape.M))
 
 
 def kernel_of(case: Case) -> str:
@@ -154,56 +148,15 @@ def ready_jax(side: str, run: Run, case: Case, programs: Programs, inputs: Input
     return harness.checked(side, program, args, check, **facts)
 
 
-def ready_torch(torch: TorchProcess, case: Case) -> harness.Ready:
-    request = case.shape.dims | {"pass": case.pass_name, "dist": case.dist}
-    answer = torch.ask(do="prepare", op="grouped_matmul", **request)
-    checks.demand_right(answer["max_err"], answer["rms_err"], jnp.dtype(DTYPE).name)
-    return harness.torch_ready("torch_grouped_mm", torch, answer)
-
-
 def measure_case(run: Run, case: Case, programs: Programs, inputs: Inputs) -> None:
     """Checks, times and writes every side of one case."""
     makers = {side: functools.partial(ready_jax, side, run, case, programs, inputs) for side in run.passes}
     if not case.shape.name.startswith(("mixtral", "smoke")):
         makers.pop("cublas", None)
-    if run.torch is not None:
-        makers["torch_grouped_mm"] = functools.partial(ready_torch, run.torch, case)
-    moved, flops = case.shape.moved_bytes(case.pass_name, np.diff(case.offsets)), case.shape.flops
     row = harness.case_of("grouped_matmul", case.pass_name, case.shape, DTYPE, case.dist)
-    facts = {"least_us": run.ceilings.least_us(flops, moved), "cold": harness.cold(moved)}
-    run.measure(OURS, case.label, row, makers, "tflops", flops, **facts)
-
-
-def measure_machine(torch: TorchProcess | None, file: pathlib.Path, smoke: bool) -> harness.Ceilings:
-    """The ceilings, written as rows. The dense rate is torch's where its cuBLAS is faster than XLA's choice."""
-    m = shapes.GROUPED["mixtral_up"]
-    n, copied, wide = (64, 1 << 20, (96, 64, 128)) if smoke else (8192, 2 << 30, (m.M, m.K, m.N))
-    ceilings, times = harness.measure_ceilings(n, DTYPE, copied, dense=wide)
-    harness.append_row(file, harness.copy_row(copied, times.pop("copy")))
-    sizes = {"dense_square": (n, n, n), "dense_wide": wide}
-    found = [(name, "xla", t, {}) for name, t in times.items()]
-    for name, size in sizes.items():
-        if torch is None:
-            break
-        try:
-            answer = torch.ask(
-                do="prepare", op="grouped_matmul", **{"pass": "dense"}, **dict(zip("MKN", size, strict=True))
-            )
-            t = harness.Times.of(torch.times_us(harness.iterations_for(answer["us"], 0)))
-            found.append((name, "torch_matmul", t, {"recipe": answer["recipe"]}))
-        except RuntimeError as error:
-            harness.print_left_out(f"torch {name}", error)
-    rate = lambda name, t: 2 * math.prod(sizes[name]) / t.us_p50 / 1e6
-    ceilings = dataclasses.replace(ceilings, dense_tflops=max(rate(name, t) for name, _, t, _ in found))
-    for name, backend, t, recipe in found:
-        case = {"op": "matmul", "pass": "fwd", "name": name, "dist": "", "backend": backend}
-        case |= {"shape": dict(zip("MKN", sizes[name], strict=True)), "dtype": jnp.dtype(DTYPE).name}
-        of = rate(name, t) / ceilings.dense_tflops
-        harness.append_row(file, harness.make_row(case, t, of, {}, None, tflops=rate(name, t), **recipe))
-    each = ", ".join(f"{name} {backend} {rate(name, t):.1f}" for name, backend, t, _ in found)
-    copy, dense = ceilings.copy_gbps, ceilings.dense_tflops
-    print(f"ceilings: copy {copy:.0f} GB/s, dense {dense:.1f} TFLOP/s ({each})", flush=True)
-    return ceilings
+    makers |= run.torch_side(TORCH, row, jnp.dtype(DTYPE).name)
+    moved, flops = case.shape.moved_bytes(case.pass_name, np.diff(case.offsets)), case.shape.flops
+    run.measure(OURS, row, makers, "tflops", flops, least_us=run.ceilings.least_us(flops, moved), cold=cold(moved))
 
 
 def choose_passes(names: list[str], backend: str) -> dict[str, Passes]:
@@ -227,35 +180,26 @@ def main(
     smoke: bool = harness.SMOKE,
 ) -> None:
     """Appends to <out>/grouped_matmul.jsonl; exits with 1 if jaxops itself failed somewhere."""
+    names, m = harness.names(peers), shapes.GROUPED["mixtral_up"]
+    first = {"op": "grouped_matmul", "pass": "fwd", "dist": "balanced", "limits": checks.LIMITS["bfloat16"]}
     harness.leave_room_for_torch()
     file = harness.begin("grouped_matmul", out, smoke)
-    names = harness.names(peers)
-    request = {"do": "prepare", "op": "grouped_matmul", "pass": "fwd", "dist": "balanced"} | SMOKE.dims
-    wanted = "torch_grouped_mm" in names
-    torch = harness.start_torch("torch_grouped_mm", lambda torch: torch.ask(**request)) if wanted else None
-    backend = "auto" if harness.on_gpu() else "pallas"  # interpreted
-    chosen = choose_passes([name for name in names if name != "torch_grouped_mm"], backend)
-    ceilings = measure_machine(torch, file, smoke)
-    run = Run(file=file, rounds=rounds, ceiling=None, peers=names, ceilings=ceilings, passes=chosen, torch=torch)
-    every = harness.names(dists, shapes.DISTS)
-    named = [(shapes.GROUPED[name], every) for name in harness.names(shape_names, shapes.GROUPED)]
-    cases = [(shape, [dist]) for shape, dist in shapes.held_out()] if held_out else named
-    if smoke:
-        cases = [(SMOKE, every)]
-    ahead = compile_ahead(run, cases, passes.split(",")) if held_out or harness.on_gpu() else {}
-    for shape, own in cases:
-        inputs = Inputs.make(shape)
-        for pass_name in passes.split(","):
-            programs = ahead.get(f"{shape.name} {pass_name}", {})
-            for dist in own:
-                offsets = shapes.group_offsets(shapes.group_sizes(dist, shape.G, shape.M))
-                measure_case(run, Case(shape, pass_name, dist, offsets), programs, inputs)
-        del inputs
-        run.done(shape.name)
-    if torch is not None:
-        torch.close()
+    with harness.torch_beside((TORCH, first | SMOKE.dims), names) as torch:
+        wide = (96, 64, 128) if smoke else (m.M, m.K, m.N)
+        ceilings = measure_ceilings(file, smoke, dtype=DTYPE, wide=wide, torch=torch)
+        backend = "auto" if harness.on_gpu() else "pallas"  # interpreted
+        chosen = choose_passes([name for name in names if name != TORCH], backend)
+        run = Run(file=file, rounds=rounds, ceiling=None, peers=names, ceilings=ceilings, passes=chosen, torch=torch)
+        every = harness.names(dists, shapes.DISTS)
+        named = [(shapes.GROUPED[name], every) for name in harness.names(shape_names, shapes.GROUPED)]
+        cases = [(SMOKE, every)] if smoke else [(s, [dist]) for s, dist in shapes.held_out()] if held_out else named
+        ahead = compile_ahead(run, cases, passes.split(",")) if held_out or harness.on_gpu() else {}
+        for shape, own in cases:
+            inputs = Inputs.make(shape)
+            for pass_name in passes.split(","):
+                programs = ahead.get(f"{shape.name} {pass_name}", {})
+                for dist in own:
+                    measure_case(run, Case(shape, pass_name, dist), programs, inputs)
+            del inputs
+            run.done(shape.name)
     harness.end(run.left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)

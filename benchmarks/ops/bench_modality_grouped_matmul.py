@@ -14,11 +14,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 
 import jaxops
 from benchmarks import harness, shapes
 from benchmarks.harness import checks
+from benchmarks.harness.command import Benchmark, command
 from benchmarks.shapes import GroupedShape
 from benchmarks.shapes.modality import MODALITIES, ModalityShape
 
@@ -119,37 +119,25 @@ def ready_side(
     return harness.checked(side, harness.compile_fits(program(side, pass_name, backend), *args), args, check)
 
 
-def measure_case(run: harness.Run, shape: ModalityShape, pass_name: str, dist: str, inputs: Inputs) -> None:
-    """Checks, times and writes every side of one case."""
+def measure(run: harness.Run, shape: ModalityShape, inputs: Inputs, pass_name: str, dist: str) -> None:
     offsets = jnp.asarray(shapes.group_offsets(shape.sizes(dist)))
     want = reference(shape, pass_name, inputs, offsets)
-    row = harness.case_of("modality_grouped_matmul", pass_name, shape, DTYPE, dist)
     makers = run.sides(OURS, ready_side, shape, pass_name, inputs, offsets, want)
-    run.measure(OURS, f"{shape.name} {dist} {pass_name}", row, makers, "tflops", shape.flops)
+    row = harness.case_of("modality_grouped_matmul", pass_name, shape, DTYPE, dist)
+    run.measure(OURS, row, makers, "tflops", shape.flops)
 
 
-def main(
-    shape_names: str = harness.shapes_option(MODALITIES),
-    dists: str = typer.Option(",".join(DISTS), help="Within each modality."),
-    passes: str = typer.Option(",".join(shapes.PASSES)),
-    peers: str = typer.Option(f"{EACH},{PADDED}", help='"" for none; also: xla, the portable backend.'),
-    out: str = harness.OUT,
-    rounds: int = typer.Option(5),
-    smoke: bool = harness.SMOKE,
-) -> None:
-    """Appends to <out>/modality_grouped_matmul.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    file = harness.begin("modality_grouped_matmul", out, smoke)
-    ceiling = harness.write_dense(file, DTYPE, smoke)
-    run = harness.Run(file=file, rounds=rounds, ceiling=ceiling, peers=harness.names(peers))
-    for shape in [SMOKE] if smoke else [MODALITIES[name] for name in shape_names.split(",")]:
-        inputs = Inputs.make(shape)
-        for pass_name in passes.split(","):
-            for dist in dists.split(","):
-                measure_case(run, shape, pass_name, dist, inputs)
-        del inputs
-        run.done(shape.name)
-    harness.end(run.left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+main = command(
+    Benchmark(
+        name="modality_grouped_matmul",
+        shapes=MODALITIES,
+        smoke=SMOKE,
+        inputs=Inputs.make,
+        options={"passes": shapes.PASSES, "dists": DISTS},
+        known={"dists": shapes.DISTS},
+        measure=measure,
+        peers=f"{EACH},{PADDED}",
+        ceilings={"dtype": DTYPE},
+        ceiling="dense_tflops",
+    )
+)

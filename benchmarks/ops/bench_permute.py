@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import typer
 
 import jaxops
 from benchmarks import harness
 from benchmarks.harness import checks
+from benchmarks.harness.command import Benchmark, command
 from benchmarks.shapes import moe as shapes_moe
 from benchmarks.shapes.moe import PermuteShape
 
@@ -25,17 +25,6 @@ DTYPE = "bfloat16"
 SMOKE = PermuteShape("smoke", 40, 96, 8, 3)
 
 Named = dict[str, jax.Array]
-
-
-@dataclasses.dataclass
-class Case:
-    shape: PermuteShape
-    op: str
-    pass_name: str
-
-    @property
-    def label(self) -> str:
-        return f"{self.shape.name} {self.op} {self.pass_name}"
 
 
 def make_routing(shape: PermuteShape) -> jaxops.Routing:
@@ -51,61 +40,51 @@ def make_inputs(shape: PermuteShape, dtype=DTYPE) -> Named:
     }
 
 
-def side(case: Case, backend: str) -> Callable[[Named, jaxops.Routing], Named]:
+def side(op: str, pass_name: str, backend: str) -> Callable[[Named, jaxops.Routing], Named]:
     """(inputs, routing) -> the results of the pass by name."""
 
     def permute(inputs: Named, routing: jaxops.Routing) -> Named:
         rows, vjp = jax.vjp(lambda x: jaxops.permute(x, routing, backend=backend), inputs["x"])
-        return {"rows": rows} if case.pass_name == "fwd" else {"dx": vjp(inputs["rows"])[0]}
+        return {"rows": rows} if pass_name == "fwd" else {"dx": vjp(inputs["rows"])[0]}
 
     def combine(inputs: Named, routing: jaxops.Routing) -> Named:
         def weighted(rows: jax.Array, weights: jax.Array) -> jax.Array:
             return jaxops.combine(rows, dataclasses.replace(routing, weights=weights), backend=backend)
 
         out, vjp = jax.vjp(weighted, inputs["rows"], routing.weights)
-        return (
-            {"out": out} if case.pass_name == "fwd" else dict(zip(("drows", "dweights"), vjp(inputs["x"]), strict=True))
-        )
+        return {"out": out} if pass_name == "fwd" else dict(zip(("drows", "dweights"), vjp(inputs["x"]), strict=True))
 
-    return permute if case.op == "permute" else combine
+    return permute if op == "permute" else combine
 
 
-def ready_side(name: str, case: Case, inputs: Named, routing: jaxops.Routing, want: Named) -> harness.Ready:
+def ready_side(
+    name: str, op: str, pass_name: str, inputs: Named, routing: jaxops.Routing, want: Named
+) -> harness.Ready:
     args = (inputs, routing)
     check = lambda parts: checks.demand_right(*checks.worst_errors(parts, want), DTYPE)
-    return harness.checked(name, harness.compile_fits(side(case, name), *args), args, check)
+    return harness.checked(name, harness.compile_fits(side(op, pass_name, name), *args), args, check)
 
 
-def measure_case(run: harness.Run, case: Case, inputs: Named, routing: jaxops.Routing) -> None:
-    """Checks, times and writes every side of one case."""
-    wide = {name: x.astype(jnp.float32) for name, x in inputs.items()}
-    want = jax.jit(side(case, "xla"))(wide, routing)
-    moved = case.shape.moved_bytes(case.op, case.pass_name)
-    row = harness.case_of(case.op, case.pass_name, case.shape, DTYPE)
-    makers = run.sides("pallas", ready_side, case, inputs, routing, want)
-    run.measure("pallas", case.label, row, makers, "gbps", moved, cold=harness.cold(moved))
-
-
-def main(
-    shape_names: str = harness.shapes_option(shapes_moe.PERMUTES),
-    ops: str = typer.Option(",".join(OPS)),
-    passes: str = typer.Option(",".join(PASSES)),
-    peers: str = typer.Option("xla", help='"" for none.'),
-    out: str = harness.OUT,
-    rounds: int = typer.Option(5),
-    smoke: bool = harness.SMOKE,
+def measure(
+    run: harness.Run, shape: PermuteShape, given: tuple[Named, jaxops.Routing], op: str, pass_name: str
 ) -> None:
-    """Appends to <out>/permute.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    file = harness.begin("permute", out, smoke)
-    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=harness.names(peers))
-    for shape in [SMOKE] if smoke else [shapes_moe.PERMUTES[name] for name in shape_names.split(",")]:
-        inputs, routing = make_inputs(shape), make_routing(shape)
-        for op in ops.split(","):
-            for pass_name in passes.split(","):
-                measure_case(run, Case(shape, op, pass_name), inputs, routing)
-        run.done(shape.name)
-    harness.end(run.left_out)
+    inputs, routing = given
+    wide = {name: x.astype(jnp.float32) for name, x in inputs.items()}
+    want = jax.jit(side(op, pass_name, "xla"))(wide, routing)
+    makers = run.sides("pallas", ready_side, op, pass_name, inputs, routing, want)
+    row = harness.case_of(op, pass_name, shape, DTYPE)
+    run.measure("pallas", row, makers, "gbps", shape.moved_bytes(op, pass_name))
 
 
-if __name__ == "__main__":
-    typer.run(main)
+main = command(
+    Benchmark(
+        name="permute",
+        shapes=shapes_moe.PERMUTES,
+        smoke=SMOKE,
+        inputs=lambda shape: (make_inputs(shape), make_routing(shape)),
+        options={"ops": OPS, "passes": PASSES},
+        measure=measure,
+        peers="xla",
+        ceiling="copy_gbps",
+    )
+)

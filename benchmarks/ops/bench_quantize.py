@@ -8,62 +8,32 @@ GB/s count the bfloat16 tensor once and every value and scale once, also if a te
 `passes` has the number of reads.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import typer
 
 import jaxops
 from benchmarks import harness, shapes
 from benchmarks.harness import checks
-from benchmarks.ops import fp8_machine, quantized_bytes
+from benchmarks.harness.command import Benchmark, command
+from benchmarks.ops import quantized_bytes
 from benchmarks.peers import fp8 as peers_fp8
-from benchmarks.peers.torch_process import TorchProcess
 from benchmarks.shapes import MatrixShape
 
 SCALINGS = ("tensorwise", "rowwise", "block_1x128", "block_128x128")
 LAYOUTS = ("row", "both")
-PEERS = "xla,torch_compile"
+TORCH = "torch_compile"
 SMOKE = MatrixShape(256, 128)
 LIMITS = "fp8 cast"
 _CHECKED_ROWS = 1024
 
 
-@dataclasses.dataclass(kw_only=True)
-class Run(harness.Run):
-    torch: TorchProcess | None
-
-
-@dataclasses.dataclass
-class Case:
-    shape: MatrixShape
-    scaling: Any
-    layouts: Any
-
-    @property
-    def label(self) -> str:
-        return f"{self.shape.name} {self.scaling} {self.layouts}"
-
-    @property
-    def moved(self) -> int:
-        return quantized_bytes.moved_bytes(self.scaling, self.shape.M, self.shape.K, self.layouts)
-
-    @property
-    def facts(self) -> dict:
-        return {
-            "scaling": self.scaling,
-            "layouts": self.layouts,
-            "passes": quantized_bytes.reads_needed(self.scaling, self.layouts),
-        }
-
-
-def jaxops_side(case: Case, backend: str) -> Callable[[jax.Array], peers_fp8.Named]:
+def jaxops_side(scaling: Any, layouts: Any, backend: str) -> Callable[[jax.Array], peers_fp8.Named]:
     def call(x):
-        q = jaxops.quantize(x, scaling=case.scaling, layouts=case.layouts, backend=backend)
+        q = jaxops.quantize(x, scaling=scaling, layouts=layouts, backend=backend)
         parts = {"values": q.values, "scales": q.scales, "values_t": q.values_t, "scales_t": q.scales_t}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -93,15 +63,15 @@ def demand_same_bits(got: peers_fp8.Named, want: peers_fp8.Named) -> None:
         raise ArithmeticError(f"wrong result: other bits than the xla backend's: {wrong}")
 
 
-def peer_errors(case: Case, got: peers_fp8.Named, x: jax.Array) -> tuple[float, float]:
+def peer_errors(scaling: str, got: peers_fp8.Named, x: jax.Array) -> tuple[float, float]:
     """(largest, RMS) error over the RMS of some rows and, with both layouts, some columns.
 
     Scales are [rows, blocks].
     """
-    worst = [_relative_errors(got["values"][:_CHECKED_ROWS], got["scales"], x[:_CHECKED_ROWS], case.scaling)]
+    worst = [_relative_errors(got["values"][:_CHECKED_ROWS], got["scales"], x[:_CHECKED_ROWS], scaling)]
     if "values_t" in got:
         worst.append(
-            _relative_errors(got["values_t"][:_CHECKED_ROWS], got["scales_t"], x[:, :_CHECKED_ROWS].T, case.scaling)
+            _relative_errors(got["values_t"][:_CHECKED_ROWS], got["scales_t"], x[:, :_CHECKED_ROWS].T, scaling)
         )
     return max(float(errors[0]) for errors in worst), max(float(errors[1]) for errors in worst)
 
@@ -118,61 +88,43 @@ def _relative_errors(values, scales, x, scaling: str):
     return checks.relative_errors(values.astype(jnp.float32) * scales, x.astype(jnp.float32))
 
 
-def ready_side(name: str, case: Case, x: jax.Array, want: Callable[[], peers_fp8.Named]) -> harness.Ready:
-    peer = functools.partial(peers_fp8.quantize, scaling=case.scaling, layouts=case.layouts)
-    side = peer if name == "xla" else jaxops_side(case, name.removeprefix("jaxops_"))
+def ready_side(
+    name: str, scaling: str, layouts: str, x: jax.Array, want: Callable[[], peers_fp8.Named]
+) -> harness.Ready:
+    peer = functools.partial(peers_fp8.quantize, scaling=scaling, layouts=layouts)
+    side = peer if name == "xla" else jaxops_side(scaling, layouts, name.removeprefix("jaxops_"))
 
     def check(got: peers_fp8.Named) -> float:
         if name == "xla":
-            return checks.demand_right(*peer_errors(case, got, x), LIMITS)
+            return checks.demand_right(*peer_errors(scaling, got, x), LIMITS)
         demand_same_bits(got, want())
         return 0.0
 
     return harness.checked(name, harness.compile_fits(side, x), (x,), check)
 
 
-def ready_torch(torch: TorchProcess, case: Case) -> harness.Ready:
-    answer = torch.ask(do="prepare", op="quantize", limits=checks.LIMITS[LIMITS], **case.shape.dims)
-    return harness.torch_ready("torch_compile", torch, answer)
+def measure(run: harness.Run, shape: MatrixShape, x: jax.Array, scaling: str, layouts: str) -> None:
+    # Without it no side of jaxops can be checked.
+    want = functools.cache(lambda: jax.jit(jaxops_side(scaling, layouts, "xla"))(x))
+    makers = run.sides("pallas", ready_side, scaling, layouts, x, want)
+    row = harness.case_of("quantize", "fwd", shape, "bfloat16")
+    if (scaling, layouts) == ("block_1x128", "row"):
+        makers |= run.torch_side(TORCH, row, LIMITS)
+    moved = quantized_bytes.moved_bytes(scaling, shape.M, shape.K, layouts)
+    passes = quantized_bytes.reads_needed(scaling, layouts)
+    run.measure("pallas", row, makers, "gbps", moved, scaling=scaling, layouts=layouts, passes=passes)
 
 
-def measure_case(run: Run, case: Case, x: jax.Array) -> None:
-    """Checks, times and writes every side of one case."""
-    want = functools.cache(lambda: jax.jit(jaxops_side(case, "xla"))(x))  # without it no side of jaxops can be checked
-    makers = run.sides("pallas", ready_side, case, x, want)
-    if run.torch is not None and (case.scaling, case.layouts) == ("block_1x128", "row"):
-        makers["torch_compile"] = functools.partial(ready_torch, run.torch, case)
-    row = harness.case_of("quantize", "fwd", case.shape, "bfloat16")
-    run.measure("pallas", case.label, row, makers, "gbps", case.moved, cold=harness.cold(case.moved), **case.facts)
-
-
-def main(
-    shape_names: str = harness.shapes_option(shapes.MATRICES),
-    scalings: str = typer.Option(",".join(SCALINGS)),
-    layouts: str = typer.Option(",".join(LAYOUTS)),
-    peers: str = typer.Option(PEERS, help='"" for none; also: jaxops_xla, the portable backend of jaxops.'),
-    out: str = harness.OUT,
-    rounds: int = typer.Option(5),
-    smoke: bool = harness.SMOKE,
-) -> None:
-    """Appends to <out>/quantize.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    harness.leave_room_for_torch()
-    file = harness.begin("quantize", out, smoke)
-    sides = harness.names(peers)
-    torch = fp8_machine.start_torch(sides, op="quantize", **SMOKE.dims).get("torch_compile")
-    sides = [name for name in sides if name != "torch_compile"]
-    run = Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=sides, torch=torch)
-    for shape in [SMOKE] if smoke else [shapes.MATRICES[name] for name in shape_names.split(",")]:
-        x = harness.normal(0, (shape.M, shape.K), jnp.bfloat16)
-        for scaling in scalings.split(","):
-            for layout in layouts.split(","):
-                measure_case(run, Case(shape, scaling, layout), x)
-        del x
-        run.done(shape.name)
-    if torch is not None:
-        torch.close()
-    harness.end(run.left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+main = command(
+    Benchmark(
+        name="quantize",
+        shapes=shapes.MATRICES,
+        smoke=SMOKE,
+        inputs=lambda shape: harness.normal(0, (shape.M, shape.K), jnp.bfloat16),
+        options={"scalings": SCALINGS, "layouts": LAYOUTS},
+        measure=measure,
+        peers=f"xla,{TORCH}",
+        ceiling="copy_gbps",
+        torch=(TORCH, {"op": "quantize", "limits": checks.LIMITS[LIMITS], **SMOKE.dims}),
+    )
+)

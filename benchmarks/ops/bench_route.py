@@ -7,16 +7,15 @@ python -m benchmarks route --smoke --out /tmp/x               # a tiny shape, ev
 A call takes tens of microseconds. Measured is the kernels' time on the device, without the gaps between them.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import typer
 
 import jaxops
 from benchmarks import harness
 from benchmarks.harness import checks
+from benchmarks.harness.command import Benchmark, command
 from benchmarks.shapes import moe as shapes_moe
 from benchmarks.shapes.moe import RouteShape
 
@@ -27,16 +26,6 @@ SMOKE = RouteShape("smoke", 40, 16, 3, expert_groups=4, top_expert_groups=2)
 LEAST_SAME = 0.999
 
 Named = dict[str, jax.Array]
-
-
-@dataclasses.dataclass
-class Case:
-    shape: RouteShape
-    pass_name: str
-
-    @property
-    def label(self) -> str:
-        return f"{self.shape.name} {self.pass_name}"
 
 
 def make_inputs(shape: RouteShape) -> Named:
@@ -50,14 +39,12 @@ def make_inputs(shape: RouteShape) -> Named:
     )
 
 
-def side(case: Case, backend: str) -> Callable[[Named], Named]:
+def side(shape: RouteShape, pass_name: str, backend: str) -> Callable[[Named], Named]:
     """inputs -> the fields of a Routing by name, and dlogits in fwd+bwd."""
 
     def forward(logits: jax.Array, inputs: Named) -> Named:
         return vars(
-            jaxops.route(
-                logits, case.shape.k, selection_bias=inputs.get("selection_bias"), **case.shape.options, backend=backend
-            )
+            jaxops.route(logits, shape.k, selection_bias=inputs.get("selection_bias"), **shape.options, backend=backend)
         )
 
     def both(inputs: Named) -> Named:
@@ -69,7 +56,7 @@ def side(case: Case, backend: str) -> Callable[[Named], Named]:
         (_, parts), dlogits = jax.value_and_grad(loss, has_aux=True)(inputs["logits"])
         return parts | {"dlogits": dlogits}
 
-    return both if case.pass_name == "fwd+bwd" else lambda inputs: forward(inputs["logits"], inputs)
+    return both if pass_name == "fwd+bwd" else lambda inputs: forward(inputs["logits"], inputs)
 
 
 @jax.jit
@@ -112,38 +99,27 @@ def errors(parts: Named, want: Named) -> tuple[float, float]:
     return float(max_err), float(rms_err)
 
 
-def ready_side(name: str, case: Case, inputs: Named, want: Named) -> harness.Ready:
+def ready_side(name: str, shape: RouteShape, pass_name: str, inputs: Named, want: Named) -> harness.Ready:
     check = lambda parts: checks.demand_right(*errors(parts, want), "float32")
-    return harness.checked(name, harness.compile_fits(side(case, name), inputs), (inputs,), check)
+    return harness.checked(name, harness.compile_fits(side(shape, pass_name, name), inputs), (inputs,), check)
 
 
-def measure_case(run: harness.Run, case: Case, inputs: Named) -> None:
-    """Checks, times and writes every side of one case."""
-    want = jax.jit(side(case, "xla"))(inputs)
-    moved = case.shape.moved_bytes(case.pass_name)
-    row = harness.case_of("route", case.pass_name, case.shape, "float32")
-    makers = run.sides("pallas", ready_side, case, inputs, want)
-    run.measure("pallas", case.label, row, makers, "gbps", moved, cold=harness.cold(moved))
+def measure(run: harness.Run, shape: RouteShape, inputs: Named, pass_name: str) -> None:
+    want = jax.jit(side(shape, pass_name, "xla"))(inputs)
+    makers = run.sides("pallas", ready_side, shape, pass_name, inputs, want)
+    row = harness.case_of("route", pass_name, shape, "float32")
+    run.measure("pallas", row, makers, "gbps", shape.moved_bytes(pass_name))
 
 
-def main(
-    shape_names: str = harness.shapes_option(shapes_moe.ROUTES),
-    passes: str = typer.Option(",".join(PASSES)),
-    peers: str = typer.Option("xla", help='"" for none.'),
-    out: str = harness.OUT,
-    rounds: int = typer.Option(5),
-    smoke: bool = harness.SMOKE,
-) -> None:
-    """Appends to <out>/route.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    file = harness.begin("route", out, smoke)
-    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=harness.names(peers))
-    for shape in [SMOKE] if smoke else [shapes_moe.ROUTES[name] for name in shape_names.split(",")]:
-        inputs = make_inputs(shape)
-        for pass_name in passes.split(","):
-            measure_case(run, Case(shape, pass_name), inputs)
-        run.done(shape.name)
-    harness.end(run.left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+main = command(
+    Benchmark(
+        name="route",
+        shapes=shapes_moe.ROUTES,
+        smoke=SMOKE,
+        inputs=make_inputs,
+        options={"passes": PASSES},
+        measure=measure,
+        peers="xla",
+        ceiling="copy_gbps",
+    )
+)

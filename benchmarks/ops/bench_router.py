@@ -6,16 +6,15 @@ python -m benchmarks router --smoke --out /tmp/x              # a tiny shape, ev
 Rows' max_err and rms_err are those of logits and dkernel against XLA's float32, over the rows' RMS.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import typer
 from jax import lax
 
 from benchmarks import harness
 from benchmarks.harness import checks
+from benchmarks.harness.command import Benchmark, command
 from benchmarks.shapes import moe as shapes_moe
 from benchmarks.shapes.moe import PermuteShape
 from jaxops.ops.route import router_logits
@@ -27,23 +26,21 @@ LIMITS = {"jaxops": "float32", "xla": "float32", "tf32": "bfloat16"}
 Named = dict[str, jax.Array]
 
 
-@dataclasses.dataclass
-class Case:
-    shape: PermuteShape
-    pass_name: str
-
-    @property
-    def label(self) -> str:
-        return f"{self.shape.name} {self.pass_name}"
-
-    @property
-    def moved_bytes(self) -> int:
-        """Tokens, kernel and logits; with the backward the tokens again and all gradients."""
-        s, times = self.shape, {"fwd": 1, "fwd+bwd": 3}[self.pass_name]
-        return times * (2 * s.T * s.D + 4 * s.D * s.E + 4 * s.T * s.E)
+def moved_bytes(shape: PermuteShape, pass_name: str) -> int:
+    """Tokens, kernel and logits; with the backward the tokens again and all gradients."""
+    s, times = shape, {"fwd": 1, "fwd+bwd": 3}[pass_name]
+    return times * (2 * s.T * s.D + 4 * s.D * s.E + 4 * s.T * s.E)
 
 
-def side(case: Case, name: str) -> Callable[[Named], Named]:
+def make_inputs(shape: PermuteShape) -> Named:
+    return {
+        "x": harness.normal(0, (shape.T, shape.D), jnp.bfloat16),
+        "kernel": harness.normal(1, (shape.D, shape.E), jnp.float32) * shape.D**-0.5,
+        "dlogits": harness.normal(2, (shape.T, shape.E), jnp.float32),
+    }
+
+
+def side(pass_name: str, name: str) -> Callable[[Named], Named]:
     """inputs -> logits, and in fwd+bwd the gradients dx and dkernel."""
 
     def logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -57,10 +54,10 @@ def side(case: Case, name: str) -> Callable[[Named], Named]:
         dx, dkernel = vjp(inputs["dlogits"])
         return {"logits": found, "dx": dx, "dkernel": dkernel}
 
-    return both if case.pass_name == "fwd+bwd" else lambda inputs: {"logits": logits(inputs["x"], inputs["kernel"])}
+    return both if pass_name == "fwd+bwd" else lambda inputs: {"logits": logits(inputs["x"], inputs["kernel"])}
 
 
-def ready_side(name: str, case: Case, inputs: Named, want: Named) -> harness.Ready:
+def ready_side(name: str, pass_name: str, inputs: Named, want: Named) -> harness.Ready:
     facts = {}
 
     def check(parts: Named) -> float:
@@ -71,41 +68,27 @@ def ready_side(name: str, case: Case, inputs: Named, want: Named) -> harness.Rea
         max_err, facts["rms_err"] = (float(x) for x in jnp.max(jnp.stack(list(errors.values())), axis=0))
         return checks.demand_right(max_err, facts["rms_err"], LIMITS[name])
 
-    ready = harness.checked(name, harness.compile_fits(side(case, name), inputs), (inputs,), check)
+    ready = harness.checked(name, harness.compile_fits(side(pass_name, name), inputs), (inputs,), check)
     ready.facts |= facts
     return ready
 
 
-def measure_case(run: harness.Run, case: Case) -> None:
-    """Checks, times and writes every side of one case."""
-    s = case.shape
-    inputs = {
-        "x": harness.normal(0, (s.T, s.D), jnp.bfloat16),
-        "kernel": harness.normal(1, (s.D, s.E), jnp.float32) * s.D**-0.5,
-        "dlogits": harness.normal(2, (s.T, s.E), jnp.float32),
-    }
-    want = jax.jit(side(case, "xla"))(inputs)
-    row = harness.case_of("router", case.pass_name, s, "bfloat16")
-    makers, moved = run.sides("jaxops", ready_side, case, inputs, want), case.moved_bytes
-    run.measure("jaxops", case.label, row, makers, "gbps", moved, cold=harness.cold(moved))
+def measure(run: harness.Run, shape: PermuteShape, inputs: Named, pass_name: str) -> None:
+    want = jax.jit(side(pass_name, "xla"))(inputs)
+    makers = run.sides("jaxops", ready_side, pass_name, inputs, want)
+    row = harness.case_of("router", pass_name, shape, "bfloat16")
+    run.measure("jaxops", row, makers, "gbps", moved_bytes(shape, pass_name))
 
 
-def main(
-    shape_names: str = harness.shapes_option(shapes_moe.ROUTERS),
-    passes: str = typer.Option(",".join(PASSES)),
-    peers: str = typer.Option("xla,tf32", help='"" for none.'),
-    out: str = harness.OUT,
-    rounds: int = typer.Option(5),
-    smoke: bool = harness.SMOKE,
-) -> None:
-    """Appends to <out>/router.jsonl; exits with 1 if jaxops itself failed somewhere."""
-    file = harness.begin("router", out, smoke)
-    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_copy(file, smoke), peers=harness.names(peers))
-    for shape in [SMOKE] if smoke else [shapes_moe.ROUTERS[name] for name in shape_names.split(",")]:
-        for pass_name in passes.split(","):
-            measure_case(run, Case(shape, pass_name))
-    harness.end(run.left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+main = command(
+    Benchmark(
+        name="router",
+        shapes=shapes_moe.ROUTERS,
+        smoke=SMOKE,
+        inputs=make_inputs,
+        options={"passes": PASSES},
+        measure=measure,
+        peers="xla,tf32",
+        ceiling="copy_gbps",
+    )
+)

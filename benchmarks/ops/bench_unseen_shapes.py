@@ -17,6 +17,7 @@ import numpy as np
 import typer
 
 from benchmarks import harness, shapes
+from benchmarks.harness.machine import measure_ceilings
 from benchmarks.ops.bench_grouped_matmul import DTYPE, Inputs, Programs, largest_error, start_compiling_pass
 from benchmarks.peers.jax_passes import jaxops_passes
 from benchmarks.shapes import GroupedShape
@@ -90,9 +91,7 @@ def measure_case(run: harness.Run, case: Case, inputs: Inputs) -> None:
         offsets = shapes.group_offsets(shapes.group_sizes(dist, case.shape.G, case.shape.M))
         label = f"{case.shape.name} {'x'.join(map(str, case.shape.dims.values()))} {dist} {case.pass_name}"
         makers = {number: functools.partial(ready_side, number, case, inputs, offsets) for number in case.programs}
-        sides[dist] = run.ready_sides(own, label, makers)
-        times[dist] = harness.interleave([side.variant for side in sides[dist].values()], run.rounds)
-        run.left_out += own in sides[dist] and own not in times[dist]
+        sides[dist], times[dist] = run.time(own, label, makers)
     measured = [number for number in case.programs if all(number in times[dist] for dist in DISTS)]
     if own not in measured:
         return
@@ -118,7 +117,8 @@ def main(
 ) -> None:
     """Appends to <out>/unseen_shapes.jsonl; exits with 1 if jaxops itself failed somewhere."""
     file = harness.begin("unseen_shapes", out, smoke)
-    run = harness.Run(file=file, rounds=rounds, ceiling=harness.write_dense(file, DTYPE, smoke), peers=[])
+    ceilings = measure_ceilings(file, smoke, dtype=DTYPE)
+    run = harness.Run(file=file, rounds=rounds, ceiling=ceilings.dense_tflops, peers=[])
     chosen = [SMOKE] if smoke else unseen(count)
     with ThreadPoolExecutor(12) as pool:  # all before anything is measured: XLA tunes the checks' products on the GPU
         cases = {shape.name: [start(pool, shape, pass_name) for pass_name in passes.split(",")] for shape in chosen}
@@ -129,7 +129,3 @@ def main(
         del inputs
         run.done(shape.name)
     harness.end(run.left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)

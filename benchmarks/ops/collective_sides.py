@@ -16,7 +16,7 @@ from benchmarks.shapes import DenseShape
 
 AXIS = "tensor"
 GATHER, SCATTER, MLP = "all_gather_matmul", "matmul_reduce_scatter", "mlp"
-OWN, XLA, GEMM, EXAMPLE = "jaxops", "xla", "gemm", "mosaic_example"
+OWN, XLA, GEMM = "jaxops", "xla", "gemm"
 KEPT, AGAIN = "jaxops_gathered", "xla_own_rows"  # of the MLP
 
 
@@ -43,12 +43,12 @@ def backend() -> str:
     return "mosaic" if on_gpu() else "xla"
 
 
-def gather(x: jax.Array, w: jax.Array, *rows: jax.Array) -> jax.Array:
-    return jaxops.all_gather_matmul(x, w, AXIS, rows=rows[0] if rows else None, backend=backend())
+def gather(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jaxops.all_gather_matmul(x, w, AXIS, backend=backend())
 
 
-def scatter(h: jax.Array, w: jax.Array, *rows: jax.Array) -> jax.Array:
-    return jaxops.matmul_reduce_scatter(h, w, AXIS, rows=rows[0] if rows else None, backend=backend())
+def scatter(h: jax.Array, w: jax.Array) -> jax.Array:
+    return jaxops.matmul_reduce_scatter(h, w, AXIS, backend=backend())
 
 
 def gather_and_keep(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -81,25 +81,6 @@ def mlp(first: Callable, second: Callable) -> Callable:
     return call
 
 
-def examples() -> list[tuple[dict, Callable]]:
-    """(config, call) of JAX's Mosaic example of an all-gather and a product; it is not tuned for any shape, so some.
-
-    Raises:
-      ImportError: this JAX has none.
-    """
-    from jax.experimental.pallas.ops.gpu.collective_matmul_mgpu import all_gather_lhs_matmul
-    from jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu import MatmulDimension, TuningConfig
-
-    found = []
-    for wide, minor, halves in ((128, "N", "M"), (128, "M", "M"), (128, "N", "N"), (128, "M", "N"), (64, "N", "M")):
-        config = {"tile_m": 128, "tile_n": wide, "tile_k": 64, "max_concurrent_steps": 4, "grid_tile_width": 8}
-        dimensions = {"grid_minor_dim": MatmulDimension[minor], "wg_dimension": MatmulDimension[halves]}
-        tuning = TuningConfig(**config, **dimensions)
-        call = lambda x, w, tuning=tuning: all_gather_lhs_matmul(x, w, AXIS, config=tuning, dtype=x.dtype)
-        found.append((config | {name: dimension.name for name, dimension in dimensions.items()}, call))
-    return found
-
-
 _GATHERS = (P(AXIS), P(None, AXIS))
 _SCATTERS = (P(None, AXIS), P(AXIS))
 SIDES: dict[str, dict[str, Side]] = {
@@ -123,11 +104,6 @@ SIDES: dict[str, dict[str, Side]] = {
         }.items()
     },
 }
-
-
-def with_rows(side: Side) -> Side:
-    """Which takes the number of valid rows, too."""
-    return side._replace(operands=(*side.operands, P()))
 
 
 def operands(op: str, shape: DenseShape, over: Mesh, dtype: Any) -> tuple[jax.Array, ...]:

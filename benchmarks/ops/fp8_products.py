@@ -24,10 +24,10 @@ RESULTS = {"fwd": "y", "dgrad": "dx", "wgrad": "dw"}
 FORMATS = {"x": "lhs", "w": "rhs", "dy": "dout"}  # a tensor's format in a Recipe
 
 
-def choose_plan(problem: Problem, backend: str = "auto") -> Plan:
+def choose_plan(problem: Problem) -> Plan:
     """The op's own plan."""
     device = current_device()
-    return make_plan(problem, device, tuned_rows(OP, device), backend=backend)
+    return make_plan(problem, device, tuned_rows(OP, device))
 
 
 def own_tiles(problem: Problem, plan: Plan, pass_name: str) -> Tiles | None:

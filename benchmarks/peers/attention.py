@@ -3,8 +3,6 @@
 What they need to know about the lengths is made before the measurement.
 """
 
-import importlib
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -58,28 +56,6 @@ def padded(implementation: Literal["xla", "cudnn"]) -> Attend:
     return attend
 
 
-def pallas_mha(backward_block: int) -> Attend:
-    """JAX's Pallas kernel with segment_ids: it computes all T * T pairs, masked."""
-
-    def attend(q, k, v, sequences):
-        if sequences.mask == "text_and_images":
-            raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention has no mask by row")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            attention = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
-        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-        back = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), backward_block)
-        how = {
-            "sm_scale": q.shape[-1] ** -0.5,
-            "causal": sequences.mask == "causal",
-            "block_sizes": attention.BlockSizes(block_q=128, block_k=128, **back),
-            "interpret": jax.default_backend() != "gpu",
-        }
-        return attention.mha(q[None], k[None], v[None], sequences.ids[None], **how)[0]
-
-    return attend
-
-
 SIDES: dict[str, Attend] = {
     "jaxops": own(),
     "jaxops_longest": own(hints=True),
@@ -90,8 +66,6 @@ SIDES: dict[str, Attend] = {
     "xla_padded": padded("xla"),
     "cudnn_mask": masked("cudnn"),
     "cudnn_padded": padded("cudnn"),
-    "pallas_mha_32": pallas_mha(32),
-    "pallas_mha_64": pallas_mha(64),
 }
 TORCH = "torch_flash"  # in a process of its own: torch_attention.py
 

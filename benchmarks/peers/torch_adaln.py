@@ -4,14 +4,14 @@ The function is plain torch in bfloat16, fused by `torch.compile`. It is compile
 row gets its sequence's modulation; the fastest one with the right result is timed.
 """
 
-import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.torch_process import Card, Worst
+from benchmarks.peers import torch_process
+from benchmarks.peers.torch_process import Worst
 from benchmarks.shapes import group_offsets, sampled_packed_rows, sequence_lengths
 
 WAYS = ("index", "repeat", "index_float32", "onehot")
@@ -21,82 +21,46 @@ _EPSILON = 1e-6
 _CHUNK = 4096
 
 
-class Worker:
-    def __init__(self, card: Card):
-        self.card, self.torch = card, card.torch
-        self.rows: tuple[int, int] | None = None
-        self.tensors: dict[str, Any] = {}
-        # recipe -> compiled function, of the case that was prepared last and of those that differ from it in the
-        # sequences' lengths alone
-        self.compiled: dict[str, Callable] = {}
-        self.case: tuple | None = None
-        self.call: Callable = lambda: None
+class Worker(torch_process.Worker):
+    """case: what `compiled` is of."""
+
+    case: tuple | None = None
 
     def prepare(self, **request) -> dict:
-        """Compiles each way, times it, and fixes the fastest that gives the right result as the call that is timed.
-
-        The other modes are tried with the fastest way only.
-        """
-        op, pass_name, T, D, B = (request[key] for key in ("op", "pass", "T", "D", "B"))
-        ways, modes = request.get("ways", WAYS), request.get("modes", MODES)
-        self._allocate(T, D)
-        if (case := (op, pass_name, T, D, B, *ways, *modes)) != self.case:
+        """The other modes are tried with the fastest way only. Cases that differ in the sequences' lengths alone share
+        what is compiled."""
+        case = _, pass_name, T, D, B = tuple(request[key] for key in ("op", "pass", "T", "D", "B"))
+        modes = request.get("modes", MODES)
+        if self.of_shape(T, D):
+            self.tensors = {name: self.card.randn(T, D) for name in ("x", "h", "dy", "dnew_residual")}
+        if case != self.case:
             self.compiled, self.case = {}, case
             self.torch._dynamo.reset()
         lengths = sequence_lengths(request["dist"], request["sequences"], T)
         if len(lengths) != B:
             raise ValueError(f"{len(lengths)} sequences, wanted {B}.")
+        self._modulations(B, D, lengths)
+        known = [way for way in WAYS if pass_name != "fwd" or way not in _BACKWARD_ONLY]
+
+        def ways(took: dict[str, tuple[float, Callable]]) -> Iterator[tuple[str, Callable[[], Callable]]]:
+            for way in known:
+                yield f"{way}, {modes[0]}", lambda way=way: self._call(way, modes[0])
+            best = min(took, key=lambda name: took[name][0]).split(", ")[0] if took else known[0]
+            for mode in modes[1:]:
+                yield f"{best}, {mode}", lambda mode=mode: self._call(best, mode)
+
         offsets = group_offsets(lengths)
-        self._modulations(B, lengths)
-        took: dict[str, tuple[float, Callable]] = {}
-        refusals = []
-        start = time.perf_counter()
-        for way in ways:
-            if pass_name != "fwd" or way not in _BACKWARD_ONLY:
-                self._try(way, modes[0], took, refusals)
-        for mode in modes[1:]:
-            if took:
-                self._try(min(took, key=lambda recipe: took[recipe][0]).split(", ")[0], mode, took, refusals)
-        prepared_s = time.perf_counter() - start
-        for recipe in sorted(took, key=lambda recipe: took[recipe][0]):
-            us, self.call = took[recipe]
-            max_err, rms_err = self._errors(self.call(), offsets)
-            if max_err <= request["limits"][0] and rms_err <= request["limits"][1]:
-                tried = {recipe: round(us, 1) for recipe, (us, _) in took.items()}
-                recipe = f"torch {self.torch.__version__}, {recipe}"
-                return {
-                    "us": us,
-                    "recipe": recipe,
-                    "max_err": max_err,
-                    "rms_err": rms_err,
-                    "prepared_s": prepared_s,
-                    "tried": tried,
-                    "refusals": refusals,
-                }
-            refusals.append(f"{recipe}: wrong result: {max_err:.2e}, RMS {rms_err:.2e}")
-        raise RuntimeError("; ".join(refusals) or f"none of {', '.join(ways)} is a way of {pass_name}.")
+        return self.fastest(ways, lambda results: self._errors(results, offsets), request["limits"])
 
     def release(self) -> None:
-        self.call = lambda: None
-        self.rows = self.case = None
-        self.tensors, self.compiled = {}, {}
-        self.torch._dynamo.reset()
-        self.card.empty_cache()
+        super().release()
+        self.case = None
 
-    def _allocate(self, T: int, D: int) -> None:
-        if self.rows == (T, D):
-            return
-        self.release()
-        self.torch.manual_seed(0)
-        self.tensors = {name: self.card.randn(T, D) for name in ("x", "h", "dy", "dnew_residual")}
-        self.rows = T, D
-
-    def _modulations(self, B: int, lengths: np.ndarray) -> None:
+    def _modulations(self, B: int, D: int, lengths: np.ndarray) -> None:
         """All inputs that depend on the sequences, including each row's index; made once, not timed."""
         torch, device = self.torch, self.card.device
-        assert self.rows is not None
         self.torch.manual_seed(1)
-        self.tensors |= {name: self.card.randn(B, self.rows[1]) for name in ("gate", "scale", "shift")}
+        self.tensors |= {name: self.card.randn(B, D) for name in ("gate", "scale", "shift")}
         counts = torch.tensor(lengths, dtype=torch.int64, device=device)
         ids = torch.repeat_interleave(torch.arange(B, device=device), counts)
         self.tensors |= {"lengths": counts, "ids": ids, "onehot": None}
@@ -110,23 +74,14 @@ class Worker:
             for name in ("x", "h", "gate", "scale", "shift")
         ]
 
-    def _try(self, way: str, mode: str, took: dict[str, tuple[float, Callable]], refusals: list[str]) -> None:
-        recipe = f"{way}, {mode}"
-        try:
-            if way == "onehot" and self.tensors["onehot"] is None:
-                self.tensors["onehot"] = self.torch.nn.functional.one_hot(
-                    self.tensors["ids"], len(self.tensors["lengths"])
-                ).to(self.torch.bfloat16)
-            if recipe not in self.compiled:
-                self.compiled[recipe] = self.torch.compile(
-                    _own_code(_forward(self.torch, way)), dynamic=False, fullgraph=True, mode=_mode(mode)
-                )
-            call = self._call(self.compiled[recipe])
-            took[recipe] = min(self.card.time_us(call, 3)), call
-        except Exception as error:  # torch's compiler raises its own kinds
-            refusals.append(f"{recipe}: {type(error).__name__}: {str(error)[:200]}")
-
-    def _call(self, function: Callable) -> Callable:
+    def _call(self, way: str, mode: str) -> Callable:
+        if way == "onehot" and self.tensors["onehot"] is None:
+            one_hot = self.torch.nn.functional.one_hot(self.tensors["ids"], len(self.tensors["lengths"]))
+            self.tensors["onehot"] = one_hot.to(self.torch.bfloat16)
+        if (function := self.compiled.get(f"{way}, {mode}")) is None:
+            own, options = _own_code(_forward(self.torch, way)), {"mode": None if mode == "default" else mode}
+            function = self.torch.compile(own, dynamic=False, fullgraph=True, **options)
+            self.compiled[f"{way}, {mode}"] = function
         torch, sequences = self.torch, [self.tensors[name] for name in ("ids", "lengths", "onehot")]
         assert self.case is not None
         operands, forward_only = self._operands(), self.case[1] == "fwd"
@@ -196,10 +151,6 @@ class Worker:
         grads = torch.autograd.grad([new_residual, y], [x, h, gate, scale, shift], cotangents)
         named = dict(zip(("dx", "dh", "dgate", "dscale", "dshift"), grads, strict=True))
         return named | {"new_residual": new_residual.detach(), "y": y.detach()}
-
-
-def _mode(mode: str) -> str | None:
-    return None if mode == "default" else mode
 
 
 def _own_code(function: Callable) -> Callable:

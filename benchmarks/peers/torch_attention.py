@@ -10,57 +10,27 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.torch_process import Card, Worst
+from benchmarks.peers import torch_process
+from benchmarks.peers.torch_process import Worst
 from benchmarks.shapes import group_offsets, sequence_lengths
 
 WAYS = ("flash_attn_interface", "flash_attn", "torch.nn.attention.varlen")
 _NAMES = ("q", "k", "v", "dout")
 
 
-class Worker:
-    def __init__(self, card: Card):
-        self.card, self.torch = card, card.torch
-        self.sizes: tuple | None = None
-        self.tensors: dict[str, Any] = {}
-        self.call: Callable = lambda: None
-
+class Worker(torch_process.Worker):
     def prepare(self, **request) -> dict:
-        """Fixes the call that is timed."""
         T, N, K, H = (request[key] for key in "TNKH")
         if request["mask"] not in ("whole", "causal"):
             raise NotImplementedError(f"torch's flash attention has no mask {request['mask']!r}")
-        self._allocate(T, N, K, H)
+        if self.of_shape(T, N, K, H):
+            for name, heads in zip(_NAMES, (N, K, K, N), strict=True):
+                self.tensors[name] = self.card.randn(T, heads, H).requires_grad_(name != "dout")
         offsets = group_offsets(sequence_lengths(request["dist"], request["sequences"], T))
         causal, backward = request["mask"] == "causal", request["pass"] != "fwd"
-        took: dict[str, tuple[float, Callable]] = {}
-        refusals = []
-        for way in WAYS:
-            try:
-                call = self._call_of(way, offsets, causal, backward)
-                took[way] = min(self.card.time_us(call, 2)), call
-            except (ImportError, AttributeError, RuntimeError, TypeError, NotImplementedError) as error:
-                refusals.append(f"{way}: {type(error).__name__}: {str(error)[:120]}")
-        for way in sorted(took, key=lambda way: took[way][0]):
-            us, self.call = took[way]
-            max_err, rms_err = self._errors(self.call(), offsets, causal)
-            if max_err <= request["limits"][0] and rms_err <= request["limits"][1]:
-                recipe = f"torch {self.torch.__version__}, {way}"
-                return {"us": us, "recipe": recipe, "max_err": max_err, "rms_err": rms_err, "refusals": refusals}
-            refusals.append(f"{way}: wrong result: {max_err:.2e}, RMS {rms_err:.2e}")
-        raise RuntimeError("; ".join(refusals))
-
-    def release(self) -> None:
-        self.call, self.sizes, self.tensors = lambda: None, None, {}
-        self.card.empty_cache()
-
-    def _allocate(self, T: int, N: int, K: int, H: int) -> None:
-        if (sizes := (T, N, K, H)) == self.sizes:
-            return
-        self.release()
-        self.torch.manual_seed(0)
-        for name, heads in zip(_NAMES, (N, K, K, N), strict=True):
-            self.tensors[name] = self.card.randn(T, heads, H).requires_grad_(name != "dout")
-        self.sizes = sizes
+        ways = [(way, lambda way=way: self._call_of(way, offsets, causal, backward)) for way in WAYS]
+        errors = lambda results: self._errors(results, offsets, causal)
+        return self.fastest(lambda took: ways, errors, request["limits"])
 
     def _call_of(self, way: str, offsets: np.ndarray, causal: bool, backward: bool) -> Callable[[], list]:
         """() -> [out], and with backward the gradients of q, k and v."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.peers import torch_process
 from benchmarks.peers.torch_process import Card, Worst
 from benchmarks.shapes import group_offsets, group_sizes, sampled_packed_rows
 
@@ -16,6 +17,7 @@ BLOCK = 128
 _MOST = 448.0  # of e4m3
 _LEAST = 1e-12
 _CHECKED_ROWS = 32
+Prepared = tuple[str, Callable, Callable[[Any], tuple[float, float]]]  # how, the call, the errors of its result
 
 
 def casts(torch) -> dict[str, Callable]:
@@ -39,39 +41,16 @@ def casts(torch) -> dict[str, Callable]:
     return {"rows": rows, "block_1x128": block_1x128}
 
 
-class Worker:
+class Worker(torch_process.Worker):
     def __init__(self, card: Card):
-        self.card, self.torch = card, card.torch
+        super().__init__(card)
         self.casts = casts(card.torch)
-        self.shape: tuple | None = None
-        self.tensors: dict[str, Any] = {}
-        self.compiled: dict[str, Callable] = {}
-        self.call: Callable = lambda: None
 
     def prepare(self, **request) -> dict:
-        """Fixes the call that is timed and checks its result against request's limits (largest, RMS)."""
-        shape = tuple(request.get(key) for key in ("op", "G", "M", "K", "N"))
-        if shape != self.shape:
-            self.release()
-            self.torch.manual_seed(0)
-            self.shape = shape
-        kind = {"quantize": self._quantize, "fp8_matmul": self._dense, "fp8_grouped_matmul": self._grouped}[
-            request["op"]
-        ]
-        recipe, worst = kind(request)
-        limits = request["limits"]
-        if not (worst.errors[0] <= limits[0] and worst.errors[1] <= limits[1]):
-            raise ArithmeticError(f"wrong result: {worst.errors[0]:.2e}, RMS {worst.errors[1]:.2e}")
-        self.card.time_us(self.call, 2)
-        us = min(self.card.time_us(self.call, 2))
-        return {"us": us, "recipe": recipe, "max_err": worst.errors[0], "rms_err": worst.errors[1]}
-
-    def release(self) -> None:
-        self.call = lambda: None
-        self.shape = None
-        self.tensors, self.compiled = {}, {}
-        self.torch._dynamo.reset()
-        self.card.empty_cache()
+        self.of_shape(*(request.get(key) for key in ("op", "G", "M", "K", "N")))
+        of_op = {"quantize": self._quantize, "fp8_matmul": self._dense, "fp8_grouped_matmul": self._grouped}
+        name, call, errors = of_op[request["op"]](request)
+        return self.fastest(lambda took: [(name, lambda: call)], errors, request["limits"])
 
     def _tensor(self, name: str, *dims: int) -> Any:
         if name not in self.tensors:
@@ -84,39 +63,38 @@ class Worker:
             self.compiled[name] = self.torch.compile(function, dynamic=False, fullgraph=True)
         return self.compiled[name]
 
-    def _quantize(self, request: dict) -> tuple[str, Worst]:
+    def _quantize(self, request: dict) -> Prepared:
         x = self._tensor("x", request["M"], request["K"])
         cast = self._compile("cast", self.casts["block_1x128"])
-        self.call = lambda: cast(x)
-        values, scale = self.call()
-        worst, rows = Worst(), self._some_rows(request["M"])
-        worst.see(
-            (values[rows].float().view(len(rows), -1, BLOCK) * scale[rows][:, :, None]).flatten(1), x[rows].float()
-        )
-        return f"torch {self.torch.__version__}, torch.compile", worst
+
+        def errors(result) -> tuple[float, float]:
+            (values, scale), rows, worst = result, self._some_rows(request["M"]), Worst()
+            blocks = values[rows].float().view(len(rows), -1, BLOCK) * scale[rows][:, :, None]
+            worst.see(blocks.flatten(1), x[rows].float())
+            return worst.errors
+
+        return "torch.compile", lambda: cast(x), errors
 
     def _some_rows(self, count: int):
         return self.torch.tensor(
             np.unique(np.linspace(0, count - 1, _CHECKED_ROWS).astype(np.int64)), device=self.card.device
         )
 
-    def _dense(self, request: dict) -> tuple[str, Worst]:
+    def _dense(self, request: dict) -> Prepared:
         M, K, N = (request[key] for key in "MKN")
         x, w, dy = self._tensor("x", M, K), self._tensor("w", N, K), self._tensor("dy", M, N)
-        call = self._torch_dense(request["pass"], x, w, dy)
-        recipe = f"torch {self.torch.__version__} rowwise, casts of both compiled"
-        self.call = call
-        results = self.call()
-        worst, w32 = Worst(), w.float()
-        for r in self._some_rows(M).tolist():
-            worst.see(results["y"][r], w32 @ x[r].float())
-            if "dx" in results:
-                worst.see(results["dx"][r], dy[r].float() @ w32)
-        if "dw" in results:
-            x32 = x.float()
-            for n in self._some_rows(N).tolist():
+
+        def errors(results) -> tuple[float, float]:
+            worst, w32, x32 = Worst(), w.float(), x.float()
+            for r in self._some_rows(M).tolist():
+                worst.see(results["y"][r], w32 @ x32[r])
+                if "dx" in results:
+                    worst.see(results["dx"][r], dy[r].float() @ w32)
+            for n in self._some_rows(N).tolist() if "dw" in results else ():
                 worst.see(results["dw"][n], dy[:, n].float() @ x32)
-        return recipe, worst
+            return worst.errors
+
+        return "rowwise, casts of both compiled", self._torch_dense(request["pass"], x, w, dy), errors
 
     def _torch_dense(self, pass_name: str, x, w, dy) -> Callable:
         torch, cast = self.torch, self.casts["rows"]
@@ -138,28 +116,27 @@ class Worker:
         both = self._compile("fwd+bwd", fwd_bwd)
         return lambda: dict(zip(("y", "dx", "dw"), both(x, w, dy), strict=True))
 
-    def _grouped(self, request: dict) -> tuple[str, Worst]:
+    def _grouped(self, request: dict) -> Prepared:
         """fwd: lhs [M, K] by weights [G, N, K]; dgrad: dout [M, N] by weights [G, K, N].
 
         Weights are quantised before.
         """
         if (pass_name := request["pass"]) not in ("fwd", "dgrad"):
             raise NotImplementedError("no wgrad with its casts: torch.compile knows no ragged maximum")
-        G, M, inner, outer = (
-            request["G"],
-            request["M"],
-            *((request["K"], request["N"]) if pass_name == "fwd" else (request["N"], request["K"])),
-        )
+        G, M, inner, outer = (request[key] for key in ("GMKN" if pass_name == "fwd" else "GMNK"))
         # "x" and "w" of a pass: the other pass's are given back first.
         for name in [name for name in self.tensors if not name.endswith(pass_name)]:
             del self.tensors[name]
         x, w = self._tensor(f"x {pass_name}", M, inner), self._tensor(f"w {pass_name}", G, outer, inner)
         offsets = group_offsets(group_sizes(request["dist"], G, M))
-        self.call, recipe = self._torch_grouped(pass_name, x, w, offsets)
-        out, worst = self.call(), Worst()
-        for g, r in zip(*(index.tolist() for index in sampled_packed_rows(offsets)), strict=True):
-            worst.see(out[r], w[g].float() @ x[r].float())
-        return recipe, worst
+
+        def errors(out) -> tuple[float, float]:
+            worst = Worst()
+            for g, r in zip(*(index.tolist() for index in sampled_packed_rows(offsets)), strict=True):
+                worst.see(out[r], w[g].float() @ x[r].float())
+            return worst.errors
+
+        return "rowwise, cast compiled", self._torch_grouped(pass_name, x, w, offsets), errors
 
     def _quantized_weights(self, pass_name: str, w, cast: Callable) -> tuple[Any, Any]:
         """A group at a time, once a pass: all of them in float32 would take several times the memory."""
@@ -174,7 +151,7 @@ class Worker:
             self.tensors[f"q {pass_name}"] = values, scale
         return self.tensors[f"q {pass_name}"]
 
-    def _torch_grouped(self, pass_name: str, x, w, offsets: np.ndarray) -> tuple[Callable, str]:
+    def _torch_grouped(self, pass_name: str, x, w, offsets: np.ndarray) -> Callable:
         torch = self.torch
         ends = torch.tensor(offsets[1:], dtype=torch.int32, device=self.card.device)
         values, scale = self._quantized_weights(pass_name, w, self.casts["rows"])
@@ -187,4 +164,4 @@ class Worker:
                 rows, values, row_scale.squeeze(-1), scale, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
             )
 
-        return call, f"torch {torch.__version__} rowwise, cast compiled"
+        return call

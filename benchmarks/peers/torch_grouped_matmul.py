@@ -1,90 +1,45 @@
 """`torch._grouped_mm`, and torch's dense matmul: what torch's process prepares for the grouped matmul benchmark."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.torch_process import Card, Worst
+from benchmarks.peers import torch_process
+from benchmarks.peers.torch_process import Worst
 from benchmarks.shapes import GroupedShape, group_offsets, group_sizes, sampled_rows
 
 
-class Worker:
-    def __init__(self, card: Card):
-        self.card, self.torch = card, card.torch
-        self.shape: GroupedShape | None = None
-        self.lhs: Any = None
-        self.dout: Any = None
-        self.weights: dict[str, Any] = {}
-        self.call: Callable = lambda: None
-
+class Worker(torch_process.Worker):
     def prepare(self, **request) -> dict:
-        """Fixes the call that is timed, in the fastest legal layout of the weights, and checks its result.
-
-        "dense" is one plain matmul.
-        """
+        """In the fastest legal layout of the weights. "dense" is one plain matmul."""
         if request["pass"] == "dense":
-            return self._prepare_dense(request["M"], request["K"], request["N"])
+            self.release()
+            x, w = self.card.randn(request["M"], request["K"]), self.card.randn(request["K"], request["N"])
+            self.call = lambda: x @ w
+            return {"us": min(self.card.time_us(self.call, 2)), "recipe": f"torch {self.torch.__version__}"}
         shape, pass_name = GroupedShape("", *(request[key] for key in "GMKN")), request["pass"]
-        self._allocate(shape)
+        if self.of_shape(shape):
+            sizes = {"lhs": (shape.M, shape.K), "dout": (shape.M, shape.N), "N-major": (shape.G, shape.K, shape.N)}
+            self.tensors = {name: self.card.randn(*dims) for name, dims in sizes.items()}
+            self.tensors["K-major"] = self.tensors["N-major"].transpose(1, 2).contiguous().transpose(1, 2)
         offsets = group_offsets(group_sizes(request["dist"], shape.G, shape.M))
         ends = self.torch.tensor(offsets[1:], dtype=self.torch.int32, device=self.card.device)
-        fastest: tuple[float, str, Callable] | None = None
-        refusals = []
-        for layout, call in self._calls(pass_name, ends):
-            try:
-                us = min(self.card.time_us(call, 2))
-            except (RuntimeError, NotImplementedError) as error:
-                refusals.append(f"{layout}: {error}")
-                continue
-            if fastest is None or us < fastest[0]:
-                fastest = us, layout, call
-        if fastest is None:
-            raise RuntimeError("; ".join(refusals))
-        us, layout, self.call = fastest
-        max_err, rms_err = self._errors(pass_name, shape, offsets)
-        return {"us": us, "recipe": f"torch {self.torch.__version__}, {layout}", "max_err": max_err, "rms_err": rms_err}
+        errors = lambda out: self._errors(out, pass_name, shape, offsets)
+        return self.fastest(lambda took: self._ways(pass_name, ends), errors, request["limits"])
 
-    def release(self) -> None:
-        self.call = lambda: None
-        self.shape = self.lhs = self.dout = None
-        self.weights = {}
-        self.card.empty_cache()
-
-    def _allocate(self, shape: GroupedShape) -> None:
-        if shape == self.shape:
-            return
-        self.release()
-        self.torch.manual_seed(0)
-        self.lhs, self.dout = self.card.randn(shape.M, shape.K), self.card.randn(shape.M, shape.N)
-        n_major = self.card.randn(shape.G, shape.K, shape.N)
-        self.weights = {"rhs N-major": n_major, "rhs K-major": n_major.transpose(1, 2).contiguous().transpose(1, 2)}
-        self.shape = shape
-
-    def _prepare_dense(self, m: int, k: int, n: int) -> dict:
-        self.release()
-        x, w = self.card.randn(m, k), self.card.randn(k, n)
-        self.call = lambda: x @ w
-        return {"us": min(self.card.time_us(self.call, 2)), "recipe": f"torch {self.torch.__version__}"}
-
-    def _calls(self, pass_name: str, ends) -> list[tuple[str, Callable]]:
-        grouped_mm, bf16 = self.torch._grouped_mm, self.torch.bfloat16
-        lhs, dout = self.lhs, self.dout
+    def _ways(self, pass_name: str, ends) -> list[tuple[str, Callable]]:
+        lhs, dout = self.tensors["lhs"], self.tensors["dout"]
+        multiply = lambda a, b: lambda: self.torch._grouped_mm(a, b, offs=ends, out_dtype=self.torch.bfloat16)
         if pass_name == "wgrad":
-            return [("as given", lambda: grouped_mm(lhs.t(), dout, offs=ends, out_dtype=bf16))]
+            return [("as given", lambda: multiply(lhs.t(), dout))]
+        weights = {layout: self.tensors[layout] for layout in ("N-major", "K-major")}
         if pass_name == "fwd":
-            return [
-                (name, lambda w=w: grouped_mm(lhs, w, offs=ends, out_dtype=bf16)) for name, w in self.weights.items()
-            ]
-        return [
-            (name, lambda w=w: grouped_mm(dout, w.transpose(1, 2), offs=ends, out_dtype=bf16))
-            for name, w in self.weights.items()
-        ]
+            return [(f"rhs {layout}", lambda w=w: multiply(lhs, w)) for layout, w in weights.items()]
+        return [(f"rhs {layout}", lambda w=w: multiply(dout, w.transpose(1, 2))) for layout, w in weights.items()]
 
-    def _errors(self, pass_name: str, shape: GroupedShape, offsets: np.ndarray) -> tuple[float, float]:
+    def _errors(self, out, pass_name: str, shape: GroupedShape, offsets: np.ndarray) -> tuple[float, float]:
         """As checks.grouped_errors."""
-        out, rhs = self.call(), self.weights["rhs N-major"]
-        lhs, dout = self.lhs, self.dout
+        lhs, dout, rhs = (self.tensors[name] for name in ("lhs", "dout", "N-major"))
         worst = Worst()
         for g, r in zip(*(index.tolist() for index in sampled_rows(pass_name, shape, offsets)), strict=True):
             if pass_name == "fwd":

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 WORKERS = {
     "grouped_matmul": "grouped_matmul",
@@ -164,14 +164,71 @@ class Worst:
         self.errors = (max(self.errors[0], relative[0].max().item()), max(self.errors[1], relative[1].max().item()))
 
 
-class Worker(Protocol):
-    """The interface of torch_<op>.py: `Worker(card)` holds the tensors of a shape and one prepared call."""
+class Worker:
+    """Base class of torch_<op>.py's: the tensors of a shape, and one prepared call.
 
-    call: Callable
+    Attributes:
+      shape: what `tensors` and `compiled` are of.
+      compiled: by torch.compile, by name.
+      call: what is timed.
+    """
 
-    def prepare(self, **request) -> dict: ...
+    def __init__(self, card: Card):
+        self.card, self.torch = card, card.torch
+        self.shape: tuple | None = None
+        self.tensors: dict[str, Any] = {}
+        self.compiled: dict[str, Callable] = {}
+        self.call: Callable = lambda: None
 
-    def release(self) -> None: ...
+    def prepare(self, **request) -> dict:
+        """Makes the call that is timed, and checks its result against request's limits (largest, RMS)."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        self.call = lambda: None
+        self.shape, self.tensors, self.compiled = None, {}, {}
+        self.torch._dynamo.reset()
+        self.card.empty_cache()
+
+    def of_shape(self, *shape) -> bool:
+        """Releases what is of another shape; whether it was."""
+        if shape == self.shape:
+            return False
+        self.release()
+        self.torch.manual_seed(0)
+        self.shape = shape
+        return True
+
+    def fastest(
+        self, ways: Callable[[dict], Iterable[tuple[str, Callable[[], Callable]]]],
+        errors: Callable[[Any], tuple[float, float]], limits: Sequence[float],
+    ) -> dict:  # fmt: skip
+        """Fixes the fastest way with a right result as the call, and answers for it.
+
+        Args:
+          ways: (times of the ways so far) -> each way's name, and what makes its call.
+          errors: of a call's result, as `Worst.errors`.
+
+        Raises:
+          RuntimeError: none works.
+        """
+        took: dict[str, tuple[float, Callable]] = {}
+        refusals = []
+        for name, make in ways(took):
+            try:
+                call = make()
+                self.card.time_us(call, 1)
+                took[name] = min(self.card.time_us(call, 2)), call
+            except Exception as error:  # torch's compiler raises its own kinds
+                refusals.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+        for name in sorted(took, key=lambda name: took[name][0]):
+            us, self.call = took[name]
+            max_err, rms_err = errors(self.call())
+            if max_err <= limits[0] and rms_err <= limits[1]:
+                recipe = f"torch {self.torch.__version__}, {name}"
+                return {"us": us, "recipe": recipe, "max_err": max_err, "rms_err": rms_err, "refusals": refusals}
+            refusals.append(f"{name}: wrong result: {max_err:.2e}, RMS {rms_err:.2e}")
+        raise RuntimeError("; ".join(refusals))
 
 
 class _Answers:

@@ -25,6 +25,7 @@ from flax import nnx
 
 from benchmarks import harness
 from benchmarks.harness import checks
+from benchmarks.harness.machine import measure_ceilings
 from benchmarks.training.bench_train_step import SHOWN, profiled
 from jaxops.offload.reports import needed_bytes
 from models.decoder import Cache, Decoder, DecoderConfig
@@ -216,15 +217,8 @@ def measure_case(
     times, total = harness.Times.of(us), sum(read.values())
     reached = total / times.us_p50 / 1e3
     shape = {"B": batch, "length": length, "D": config.width, "layers": config.layers}
-    case: dict[str, Any] = {
-        "op": "decode",
-        "pass": "step",
-        "name": workload.name,
-        "dtype": "bfloat16",
-        "dist": "",
-        "backend": side,
-    }
-    case["shape"] = shape | {"experts": config.experts, "top_k": config.top_k}
+    shape |= {"experts": config.experts, "top_k": config.top_k}
+    case = harness.case_of("decode", "step", harness.Named(workload.name, shape), "bfloat16") | {"backend": side}
     facts: dict[str, Any] = {"recipe": "blockwise" if config.stored_fp8 else None, "gbps": reached}
     facts |= {"tokens_per_s": 1e6 * batch / times.us_p50, "bytes_read": {part: round(n) for part, n in read.items()}}
     facts |= {"experts_chosen": float(np.mean(chosen)), "cache_length": room, "peak_bytes": peak_bytes}
@@ -254,7 +248,7 @@ def main(
     """Appends to <out>/decode.jsonl; exits with 1 if jaxops itself failed somewhere."""
     harness.take_memory()
     file = harness.begin("decode", out, smoke)
-    gbps = harness.write_copy(file, smoke)
+    gbps = measure_ceilings(file, smoke).copy_gbps
     workload = Workload("smoke", SMOKE, 20) if smoke else Workload("qwen3_30b_a3b", QWEN3_30B, length)
     left_out = 0
     for side in harness.names(sides, SIDES):
@@ -269,7 +263,3 @@ def main(
         del params
         jax.clear_caches()
     harness.end(left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -18,23 +18,19 @@ import numpy as np
 import typer
 
 from benchmarks import harness
-from benchmarks.harness.traces import KERNELS, TO_DEVICE, TO_HOST, Event, device_events, write_trace
+from benchmarks.harness.machine import measure_ceilings
+from benchmarks.harness.traces import KERNELS, TO_DEVICE, TO_HOST, device_events, lane_of, write_trace
 from benchmarks.training import bench_train_step
 from benchmarks.training.bench_train_step import Workload, compile_step, speeds
 from jaxops.offload import Policy, Report, report
 from jaxops.offload.reports import needed_bytes
+from jaxops.profiling.trace import Event, exposed_us, union_us
 from models import layers
 from models.decoder import DecoderConfig
 from models.training.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
 
-KEEP, RECOMPUTE, JAX_REMAT, OFFLOAD, MOST, INPUTS = (
-    "keep",
-    "recompute",
-    "jax_remat",
-    "offload",
-    "offload_most",
-    "offload_inputs",
-)
+KEEP, RECOMPUTE, JAX_REMAT = "keep", "recompute", "jax_remat"
+OFFLOAD, MOST, INPUTS = "offload", "offload_most", "offload_inputs"
 POLICIES = {
     KEEP: None,  # the layers unrolled, which is the fastest and takes the least memory
     RECOMPUTE: Policy(),
@@ -105,7 +101,7 @@ SMOKE = {
         decoder(dataclasses.replace(PRESETS["demo"], model=TINY_DENSE, context=64)),
         TINY,
         [(OFFLOAD, 4)],
-    ),
+    )
 }
 
 
@@ -154,25 +150,12 @@ def measure(workload: Workload, compiled: Any, compile_s: float, limit_s: float)
 
 def hidden_copies(events: list[Event]) -> dict[str, list[float]]:
     """For "host" and "device": microseconds of copies, and the share of them beside a running kernel."""
-    work = np.array(sorted((e.start_us, e.start_us + e.us) for e in events if e.lane == KERNELS) or [(0.0, 0.0)])
-    busy_from, busy_to = merged(work)
-    found = {}
+    lanes = {lane: [event for event in events if lane_of(event) == lane] for lane in (KERNELS, TO_HOST, TO_DEVICE)}
+    hidden = {}
     for to, lane in (("host", TO_HOST), ("device", TO_DEVICE)):
-        copies = [e for e in events if e.lane == lane]
-        behind = sum(
-            float(np.sum(np.clip(np.minimum(busy_to, e.start_us + e.us) - np.maximum(busy_from, e.start_us), 0, None)))
-            for e in copies
-        )
-        total = sum(e.us for e in copies)
-        found[to] = [round(total, 1), round(behind / total, 4) if total else 0.0]
-    return found
-
-
-def merged(spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted spans [N, 2], with touching ones merged."""
-    ends = np.maximum.accumulate(spans[:, 1])
-    first = np.concatenate([[True], spans[1:, 0] > ends[:-1]])
-    return spans[first, 0], np.concatenate([ends[:-1][first[1:]], ends[-1:]])
+        total, exposed = union_us(lanes[lane]), exposed_us(lanes[lane], lanes[KERNELS])
+        hidden[to] = [round(total, 1), round(1 - exposed / total, 4) if total else 0.0]
+    return hidden
 
 
 def largest(needed: dict[tuple[str, int], int], side: str, budget: float) -> float | None:
@@ -206,20 +189,11 @@ def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_
                     measured = measure(workload, step, time.perf_counter() - begin, limit_s)
                     needed[side, rows] = measured.report.device_bytes
                     per_token[side] = float(np.median(measured.us)) / workload.tokens
-                    print(
-                        f"{name} {side} of {rows} rows, compiled in {measured.compile_s:.0f} s: {measured.report}\n  "
-                        f"losses {measured.losses[:3]}",
-                        flush=True,
-                    )
-                    write(
-                        file,
-                        {"name": name, "dist": f"{rows} rows", "backend": side},
-                        workload,
-                        measured,
-                        dense,
-                        needed,
-                        per_token,
-                    )
+                    compiled = f"{name} {side} of {rows} rows, compiled in {measured.compile_s:.0f} s"
+                    print(f"{compiled}: {measured.report}\n  losses {measured.losses[:3]}", flush=True)
+                    named = harness.Named(name, workload.shape)
+                    row = harness.case_of("train_step", "step", named, "bfloat16", f"{rows} rows") | {"backend": side}
+                    write(file, row, workload, measured, dense, needed, per_token)
         except Exception as error:
             failed += 1
             harness.print_left_out(f"{side} of {rows} rows at {name}", error)
@@ -228,38 +202,23 @@ def measure_case(name: str, case: Case, file: pathlib.Path, dense: float, limit_
 
 
 def write(
-    file: pathlib.Path,
-    run: dict[str, str],
-    workload: Workload,
-    measured: Measured,
-    dense: float,
-    needed: dict[tuple[str, int], int],
-    per_token: dict[str, float],
-) -> None:
+    file: pathlib.Path, run: dict, workload: Workload, measured: Measured, dense: float,
+    needed: dict[tuple[str, int], int], per_token: dict[str, float],
+) -> None:  # fmt: skip
     """A run's row, and OFFLOAD's trace. needed and per_token are of all runs so far, including this one."""
     side, times = run["backend"], harness.Times.of(measured.us)
     budget = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) - RESERVED
-    vs = (
-        {other: us / per_token[side] for other, us in per_token.items() if other in (KEEP, RECOMPUTE, JAX_REMAT)}
-        if side.startswith(OFFLOAD)
-        else {}
-    )
+    peers = (KEEP, RECOMPUTE, JAX_REMAT) if side.startswith(OFFLOAD) else ()
+    vs = {other: us / per_token[side] for other, us in per_token.items() if other in peers}
     facts: dict[str, Any] = speeds(workload, times)
     copies = hidden_copies(measured.events)
     facts |= {"peak_bytes": measured.report.device_bytes, "host_bytes": measured.report.host_bytes}
     facts |= {"copies_us_and_hidden": copies, "largest_rows": largest(needed, side, budget)}
-    facts |= {
-        "needed_bytes": {str(n): size for (of, n), size in sorted(needed.items()) if of == side},
-        "compile_s": measured.compile_s,
-        "loss": measured.losses[0],
-    }
-    row = {"op": "train_step", "pass": "step", "shape": workload.shape, "dtype": "bfloat16"} | run
-    harness.append_row(file, harness.make_row(row, times, facts["tflops"] / dense, vs, None, **facts))
-    print(
-        f"{run['name']} {side} of {run['dist']}: {times.us_p50 / 1e3:.1f} ms, {facts['tokens_per_s']:,.0f} tokens/s, "
-        f"MFU {facts['mfu']:.1%}, {vs}",
-        flush=True,
-    )
+    facts |= {"needed_bytes": {str(n): size for (of, n), size in sorted(needed.items()) if of == side}}
+    facts |= {"compile_s": measured.compile_s, "loss": measured.losses[0]}
+    harness.append_row(file, harness.make_row(run, times, facts["tflops"] / dense, vs, None, **facts))
+    speed = f"{times.us_p50 / 1e3:.1f} ms, {facts['tokens_per_s']:,.0f} tokens/s, MFU {facts['mfu']:.1%}"
+    print(f"{run['name']} {side} of {run['dist']}: {speed}, {vs}", flush=True)
     print(f"  fits {facts['largest_rows']}, copies {copies}", flush=True)
     if side == OFFLOAD and measured.events:
         write_trace(measured.events, file.with_name(f"offload_{run['name']}.trace.json.gz"))
@@ -278,12 +237,8 @@ def main(
     """Appends to <out>/offload.jsonl; exits with 1 if a run failed. A row's `vs` is of times a token."""
     harness.take_memory(XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="112")
     file = harness.begin("offload", out, smoke)
-    dense = harness.write_dense(file, np.float32 if smoke else jax.numpy.bfloat16, smoke)
+    dense = measure_ceilings(file, smoke, dtype=np.float32 if smoke else jax.numpy.bfloat16).dense_tflops
     failed, chosen = 0, harness.names(sides, (*POLICIES, OFFLOAD))
     for name, case in (SMOKE if smoke else {name: CASES[name] for name in models.split(",")}).items():
         failed += measure_case(name, only(case, chosen), file, dense, 0.0 if smoke else limit, smoke)
     harness.end(failed)
-
-
-if __name__ == "__main__":
-    typer.run(main)

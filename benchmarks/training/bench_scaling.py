@@ -9,9 +9,7 @@ CUDA_VISIBLE_DEVICES=I python -m benchmarks scaling --process I/2@localhost:1234
 A mesh is over all N devices, and has N times the batch of one device. Three kinds of steps are measured:
 
 - `one`: one device, its own batch. `scaling` of the others is their tokens/s over N times its.
-- `whole`: one device, the whole batch of the mesh if it fits. A mesh's losses are compared with its. It runs twice, the
-  second time from parameters that differ in their last bit: `loss_apart_alone` is how far apart rounding alone brings
-  two runs.
+- `whole`: one device, the whole batch of the mesh if it fits. A mesh's losses are compared with its.
 - a mesh, such as `data=2`.
 
 `--set model.layers=24` and other settings change the preset, whose batch is that of one device. The profile of each
@@ -30,8 +28,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Annotated, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import typer
 
 from benchmarks import harness
@@ -53,20 +49,9 @@ ONE, WHOLE = "one", "whole"
 SMOKE_DEVICES = 4
 WORKERS = 8  # steps that are compiled together
 
-# Sets of XLA's options to compare, over those of the models' steps. Jaxlib 0.11.2 knows all of them, and no
-# xla_gpu_enable_pipelined_all_reduce, _all_gather, _reduce_scatter or _collectives.
-_COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
+# Sets of XLA's options, over those of the models' steps.
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "no_graphs": {"xla_gpu_enable_command_buffer": ""},  # CUDA graphs may put kernels and collectives on one stream
-    "apart": {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in _COMBINED},
-    "joined": {f"xla_gpu_{kind}_combine_threshold_bytes": 1_000_000_000 for kind in _COMBINED},
-    "overlap_2": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
-    "double_buffer": {"xla_gpu_enable_while_loop_double_buffering": True},  # two layers an iteration
-    "priority": {"xla_gpu_enable_highest_priority_async_stream": True},
-    "limited": {"xla_gpu_memory_limit_slop_factor": 95},  # jaxlib's default: see models.layers.options_for
-    "unhidden": {"xla_gpu_enable_latency_hiding_scheduler": False},
-    "triton_products": {"xla_gpu_enable_triton_gemm": True},  # see models.layers.options_for
     "nccl": {"xla_gpu_collective_permute_mode": "COLLECTIVES_PRIVATE_MEMORY"},  # see models.layers.options_for
     "synchronous": {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"},  # nothing runs beside a collective
 }
@@ -214,7 +199,6 @@ class Run:
       settings: over those of the preset, for the rows.
       one: tokens a second of one device.
       losses: of the cases so far, by name.
-      apart_alone: of the WHOLE cases, by name: see the module.
     """
 
     sizes: Sizes
@@ -225,7 +209,6 @@ class Run:
     settings: Sequence[str] = ()
     one: float | None = None
     losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    apart_alone: dict[str, float] = dataclasses.field(default_factory=dict)
     failed: int = 0
 
     def all(self, cases: Sequence[Case]) -> None:
@@ -277,9 +260,6 @@ class Run:
             state = jax.block_until_ready(step(state, workload.batches[0], key_of(workload)))
         del state
         self.losses[case.name] = losses
-        if case.mesh == WHOLE:
-            _, _, again = run_steps(step, nudged(built.start()), workload, self.left())
-            self.apart_alone[case.name] = largest_difference(losses, again)
         self.write(case, built, us, shares_of(events))
         if case.mesh in self.traces and harness.on_gpu() and distributed.is_first():
             name = f"train_step_{self.sizes.name}_{file_name(case.mesh)}_{case.options}"
@@ -309,27 +289,19 @@ class Run:
             facts["compile_s"] = built.seconds
         facts["processes"] = jax.process_count()
         facts["loss"] = [round(loss, 6) for loss in losses]
-        alone = case.name if case.mesh == WHOLE else case.whole
-        if alone in self.apart_alone:
-            facts["loss_apart_alone"] = self.apart_alone[alone]
         if case.whole in self.losses:
             facts["loss_apart"] = largest_difference(losses, self.losses[case.whole])
             first = self.losses[case.whole][0]
             if not abs(losses[0] / first - 1) < APART:
                 raise ArithmeticError(f"the first loss is {losses[0]}, that of one device {first}")
-        named_case = {"op": "train_step", "pass": "step", "name": self.sizes.name, "shape": workload.shape}
-        named_case |= {"dtype": np.dtype(PRECISIONS[self.precision].dtype).name, "dist": "", "backend": "jaxops"}
+        workload_named, dtype = harness.Named(self.sizes.name, workload.shape), PRECISIONS[self.precision].dtype
+        named_case = harness.case_of("train_step", "step", workload_named, dtype) | {"backend": "jaxops"}
         if not distributed.is_first():
             return
         harness.append_row(self.file, harness.make_row(named_case, times, None, {}, None, **facts))
         line = f"{times.us_p50 / 1e3:.1f} ms a step, {facts['tokens_per_s']:,.0f} tokens/s"
-        shown = (
-            "tflops_per_device",
-            "scaling",
-            *(f"{name}_ms" for name in Shares._fields),
-            "loss_apart",
-            "loss_apart_alone",
-        )
+        shown = ("tflops_per_device", "scaling", *(f"{name}_ms" for name in Shares._fields))
+        shown += ("loss_apart",)
         line += "".join(f", {name} {facts[name]:.3g}" for name in shown if name in facts)
         line += f", {facts['peak_bytes'] / 1e9:.1f} GB, compiled in {built.seconds:.0f} s"
         print(f"{self.sizes.name} {case.name}: {line}, {self.left():.0f} s left", flush=True)
@@ -349,12 +321,6 @@ def told(process: str) -> tuple[str, int, int]:
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
     """Of the steps that both have."""
     return max(abs(loss - other) for loss, other in zip(losses, others, strict=False))
-
-
-def nudged(state: Any) -> Any:
-    """With parameters that differ in their last bit; the state is donated."""
-    up = lambda x: x * (1 + jnp.finfo(x.dtype).eps)
-    return jax.jit(lambda state: state._replace(params=jax.tree.map(up, state.params)), donate_argnums=0)(state)
 
 
 def main(
@@ -397,7 +363,3 @@ def main(
         failed += run.failed
         jax.clear_caches()
     harness.end(failed)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from benchmarks import harness
+from benchmarks.harness.machine import measure_ceilings
 from benchmarks.harness.traces import device_events
 from benchmarks.training.free_memory import check_fits
 from jaxops.offload.reports import needed_bytes
@@ -98,26 +99,13 @@ def lm(preset: Preset, backend: str, precision: str, steps: int, mesh: Mesh | No
     make = train_lm.make_batches(preset, documents, rows)
     alone = lambda: jax.eval_shape(lambda: train_lm.init_state(preset, 0))[0]
     graphdef = alone() if mesh is None else train_lm.sharded_graphdef(preset, mesh)
-    c = preset.model
-    shape = {
-        "T": preset.batch * preset.context,
-        "D": c.width,
-        "layers": c.layers,
-        "experts": c.experts,
-        "top_k": c.top_k,
-    }
+    c, T = preset.model, preset.batch * preset.context
+    shape = {"T": T, "D": c.width, "layers": c.layers, "experts": c.experts, "top_k": c.top_k}
     batches = [make(step) for step in range(steps)]
     flops = float(np.mean([lm_flops(preset, batch) for batch in batches]))
     step = train_lm.make_step(graphdef, preset, mesh)
-    return Workload(
-        lambda: train_lm.start_state(preset, mesh)[1],
-        step,
-        [loop.place(batch, mesh) for batch in batches],
-        shape["T"],
-        flops,
-        shape,
-        mesh,
-    )
+    placed = [loop.place(batch, mesh) for batch in batches]
+    return Workload(lambda: train_lm.start_state(preset, mesh)[1], step, placed, T, flops, shape, mesh)
 
 
 def images(preset: DiTPreset, sizes: DiTConfig, seed: int) -> Images:
@@ -176,30 +164,18 @@ def dit(
     else:
         step = train_dit.make_step(graphdef if mesh is None else train_dit.sharded_graphdef(sizes, mesh), preset, mesh)
     shape = {"T": preset.tokens, "D": preset.width, "layers": preset.layers, "images": preset.images}
-    return Workload(
-        lambda: create_sharded(lambda: train_dit.init_state(sizes, preset, 0), mesh)[1],
-        step,
-        [loop.place(batch, mesh) for batch in batches],
-        preset.tokens,
-        flops,
-        shape,
-        mesh,
-    )
+    start = lambda: create_sharded(lambda: train_dit.init_state(sizes, preset, 0), mesh)[1]
+    placed = [loop.place(batch, mesh) for batch in batches]
+    return Workload(start, step, placed, preset.tokens, flops, shape, mesh)
 
 
 WorkloadMaker = Callable[..., Workload]
 WORKLOADS = {"moe_3b": (lm, PRESETS["3b"]), "dit_1b": (dit, DIT_PRESETS["1b"])}
+_TINY = dataclasses.replace(PRESETS["demo"].model, layers=1)
+_TINY_DIT = {"layers": 1, "width": 64, "heads": 2, "tokens": 64, "images": 4, "longest": 16}
 SMOKE = {
-    "moe_smoke": (
-        lm,
-        dataclasses.replace(
-            PRESETS["demo"], model=dataclasses.replace(PRESETS["demo"].model, layers=1), context=64, batch=2
-        ),
-    ),
-    "dit_smoke": (
-        dit,
-        dataclasses.replace(DIT_PRESETS["demo"], layers=1, width=64, heads=2, tokens=64, images=4, longest=16),
-    ),
+    "moe_smoke": (lm, dataclasses.replace(PRESETS["demo"], model=_TINY, context=64, batch=2)),
+    "dit_smoke": (dit, dataclasses.replace(DIT_PRESETS["demo"], **_TINY_DIT)),
 }
 
 
@@ -285,15 +261,9 @@ def profiled(run: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def measure_case(
-    name: str,
-    make: WorkloadMaker,
-    preset: Any,
-    sides: list[str],
-    file: pathlib.Path,
-    dense: float,
-    steps: int,
+    name: str, make: WorkloadMaker, preset: Any, sides: list[str], file: pathlib.Path, dense: float, steps: int,
     limit_s: float,
-) -> int:
+) -> int:  # fmt: skip
     """All sides of a model, one after another; each row is written at its end.
 
     Returns:
@@ -318,26 +288,13 @@ def measure_case(
 
 
 def write(
-    file: pathlib.Path,
-    name: str,
-    side: str,
-    workload: Workload,
-    measured: Measured,
-    dense: float,
+    file: pathlib.Path, name: str, side: str, workload: Workload, measured: Measured, dense: float,
     step_us: dict[str, float],
-) -> None:
+) -> None:  # fmt: skip
     """A side's row. step_us is of all sides so far, including this one."""
     backend, precision = SIDES[side]
     times, total = harness.Times.of(measured.us), sum(us for _, us in measured.kernels)
-    case = {
-        "op": "train_step",
-        "pass": "step",
-        "name": name,
-        "shape": workload.shape,
-        "dtype": "bfloat16",
-        "dist": "",
-        "backend": side,
-    }
+    case = harness.case_of("train_step", "step", harness.Named(name, workload.shape), "bfloat16") | {"backend": side}
     facts: dict[str, Any] = {"recipe": PRECISIONS[precision].recipe} | speeds(workload, times)
     facts |= {"peak_bytes": measured.bytes, "compile_s": measured.compile_s, "loss": measured.losses[-1]}
     facts |= {"kernels": [[kernel[:80], round(us, 1), round(us / total, 4)] for kernel, us in measured.kernels[:SHOWN]]}
@@ -369,12 +326,8 @@ def main(
     harness.take_memory()
     file = harness.begin("train_step", out, smoke)
     chosen = sorted(sides.split(","), key=list(SIDES).index)
-    dense = harness.write_dense(file, jnp.bfloat16, smoke)
+    dense = measure_ceilings(file, smoke, dtype=jnp.bfloat16).dense_tflops
     left_out = 0
     for name, (make, preset) in (SMOKE if smoke else {name: WORKLOADS[name] for name in models.split(",")}).items():
         left_out += measure_case(name, make, preset, chosen, file, dense, steps, limit)
     harness.end(left_out)
-
-
-if __name__ == "__main__":
-    typer.run(main)

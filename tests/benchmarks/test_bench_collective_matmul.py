@@ -1,7 +1,5 @@
 """Products across host devices: every code path, the checks before the times, a fake torch."""
 
-import json
-
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -10,6 +8,7 @@ from benchmarks import harness
 from benchmarks.ops import bench_collective_matmul
 from benchmarks.ops.bench_collective_matmul import SMOKE
 from benchmarks.ops.collective_sides import AXIS, GATHER, MLP, OWN, SCATTER, SIDES
+from tests.benchmarks.conftest import rows_of
 from tests.command_line import run
 from tests.devices import needs_four
 
@@ -44,20 +43,18 @@ def few_calls(monkeypatch):
 def test_smoke_run_writes_a_row_for_each_side_that_works(tmp_path):
     result = run(bench_collective_matmul.main, *SMOKE_RUN, str(tmp_path))
     assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in (tmp_path / "collective_matmul.jsonl").read_text().splitlines()]
-    found = {op: [row["backend"] for row in rows if row["op"] == op and not row["dist"]] for op in SIDES}
+    rows = rows_of(tmp_path / "collective_matmul.jsonl")
+    found = {op: [row["backend"] for row in rows if row["op"] == op] for op in SIDES}
     assert sorted(found[GATHER]) == ["gemm", "jaxops", "torch_nccl", "torch_symmetric", "xla"]
     assert sorted(found[SCATTER]) == ["gemm", "jaxops", "torch_nccl", "xla"]
     assert sorted(found[MLP]) == ["jaxops", "jaxops_gathered", "xla", "xla_own_rows"]
-    assert "left out: mosaic_example 0 at m1000_k64_n256 all_gather_matmul" in result.output
     assert "left out: torch_symmetric at m1000_k64_n256 matmul_reduce_scatter: RuntimeError" in result.output
     for row in rows:
         assert set(harness.ROW_KEYS) <= set(row)
         assert row["devices"] == 4
         assert row["host_us"] > 0
         assert 0 < row["max_err"] < 0.1
-        passes = 6 if row["op"] == MLP else 1
-        flops = passes * 2 * row.get("rows", row["shape"]["M"]) * SMOKE.K * SMOKE.N / 4
+        flops = (6 if row["op"] == MLP else 1) * SMOKE.flops / 4
         assert row["tflops"] == pytest.approx(flops / row["us_p50"] / 1e6, rel=1e-3)
     own, gemm, torch = (
         next(row for row in rows if row["op"] == GATHER and row["backend"] == name)
@@ -66,9 +63,6 @@ def test_smoke_run_writes_a_row_for_each_side_that_works(tmp_path):
     assert set(own["vs"]) == {"gemm", "xla", "torch_nccl", "torch_symmetric"}
     assert own["of_gemm"] == pytest.approx(own["us_p50"] / gemm["us_p50"], rel=1e-3)
     assert (torch["us_p50"], torch["host_us"], torch["recipe"]) == (210, 6, "torch 0, fast")
-    lengths = [row for row in rows if row["dist"]]
-    assert [(row["op"], row["rows"]) for row in lengths] == [(op, m) for op in (GATHER, SCATTER) for m in (1024, 512)]
-    assert {row["compilations"] for row in lengths} == {1}
 
 
 @needs_four
@@ -83,5 +77,5 @@ def test_a_wrong_result_is_not_written(tmp_path, monkeypatch):
     result = run(bench_collective_matmul.main, *SMOKE_RUN, str(tmp_path), "--ops", f"{GATHER},{MLP}", "--sides", "xla")
     assert result.exit_code == 1, result.output
     assert result.output.count("wrong result") == 2
-    rows = [json.loads(line) for line in (tmp_path / "collective_matmul.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "collective_matmul.jsonl")
     assert [row["backend"] for row in rows] == ["xla", "xla"]

@@ -1,7 +1,6 @@
 """The benchmark of decode steps: its smoke run, what it counts, and the real sizes lowered for an H200."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from benchmarks.harness import checks
 from benchmarks.training import bench_decode
 from benchmarks.training.bench_decode import OURS, OURS_FP8, QWEN3_30B, SMOKE, Workload
 from models.decoder import Experts
+from tests.benchmarks.conftest import rows_of
 from tests.command_line import run
 
 ARGUMENTS = ("--smoke", "--batches", "3", "--calls", "1")
@@ -24,7 +24,7 @@ def test_smoke_run_writes_a_row_a_case(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_decode, "SMOKE", SHALLOW)
     result = run(bench_decode.main, *ARGUMENTS, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    copy, *rows = [json.loads(line) for line in (tmp_path / "decode.jsonl").read_text().splitlines()]
+    copy, *rows = rows_of(tmp_path / "decode.jsonl")
     assert [(row["backend"], row["recipe"], row["shape"]["B"]) for row in rows] == [
         (OURS, None, 3),
         (OURS_FP8, "blockwise", 3),

@@ -1,31 +1,29 @@
 """The benchmark of offloading: its smoke run, and what it works out from events and from what batches need."""
 
-import json
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import harness
-from benchmarks.harness.traces import Event, draw_trace, read_trace, write_trace
+from benchmarks.harness.machine import Ceilings
+from benchmarks.harness.traces import draw_trace, lane_of, read_trace, write_trace
 from benchmarks.training import bench_offload
 from benchmarks.training.bench_offload import JAX_REMAT, KEEP, OFFLOAD, hidden_copies, largest, without_jaxops
 from jaxops.offload import Policy
+from jaxops.profiling import trace
 from models import layers
 from tests.anew import traced_anew
+from tests.benchmarks.conftest import rows_of
 from tests.command_line import run
 
 
 def test_smoke(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "write_dense", lambda *_: 0.125)
+    monkeypatch.setattr(bench_offload, "measure_ceilings", lambda *_, **__: Ceilings(1.0, 0.125))
     result = run(bench_offload.main, "--smoke", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    rows = [
-        row
-        for row in map(json.loads, (tmp_path / "offload.jsonl").read_text().splitlines())
-        if row["op"] == "train_step"
-    ]
+    rows = rows_of(tmp_path / "offload.jsonl")
     kept, jax_remat, offloaded = rows
     assert [(row["name"], row["backend"]) for row in rows] == [
         ("decoder_smoke", KEEP),
@@ -55,14 +53,18 @@ def test_without_jaxops():
     assert ("remat" in jaxpr, "remat" in plain_jaxpr) == (False, True)
 
 
+def event_of(name: str, start_us: float, us: float) -> trace.Event:
+    return trace.Event(name, start_us, us, device=0, stream="")
+
+
 def test_hidden_copies():
     """Kernels from 0 to 10, 5 to 20 and 30 to 40 on two streams."""
-    events = [Event("gemm", 0, 10), Event("gemm", 5, 15), Event("add", 30, 10)]
+    events = [event_of("gemm", 0, 10), event_of("gemm", 5, 15), event_of("add", 30, 10)]
     events += [
-        Event("MemcpyD2H", 15, 10),
-        Event("MemcpyD2H", 35, 10),
-        Event("MemcpyH2D", 0, 20),
-        Event("MemcpyD2D", 50, 10),
+        event_of("MemcpyD2H", 15, 10),
+        event_of("MemcpyD2H", 35, 10),
+        event_of("MemcpyH2D", 0, 20),
+        event_of("MemcpyD2D", 50, 10),
     ]
     assert hidden_copies(events) == {"host": [20, 0.5], "device": [20, 1.0]}
     assert hidden_copies([]) == {"host": [0, 0.0], "device": [0, 0.0]}
@@ -71,18 +73,17 @@ def test_hidden_copies():
 def test_traces(tmp_path):
     """Spans of each lane are read back from the first event on; the picture has step, forward and backward."""
     events = [
-        Event("gemm", 100, 10),
-        Event("MemcpyD2H", 105, 10),
-        Event("MemcpyD2D", 112, 2),
-        Event("MemcpyH2D", 120, 20),
-        Event("gemm", 115, 30),
+        event_of("gemm", 100, 10),
+        event_of("MemcpyD2H", 105, 10),
+        event_of("MemcpyD2D", 112, 2),
+        event_of("MemcpyH2D", 120, 20),
+        event_of("gemm", 115, 30),
     ]
     file = tmp_path / "offload_tiny.trace.json.gz"
     write_trace(events, file)
-    assert read_trace(file) == sorted(
-        (event._replace(start_us=event.start_us - 100) for event in events), key=lambda event: event.start_us
-    )
-    assert [event.lane for event in events] == [
+    moved = [dataclasses.replace(event, start_us=event.start_us - 100) for event in events]
+    assert read_trace(file) == sorted(moved, key=lambda event: event.start_us)
+    assert [lane_of(event) for event in events] == [
         "kernels",
         "to the host",
         "copies on the device",

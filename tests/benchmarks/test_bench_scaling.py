@@ -1,7 +1,6 @@
 """The benchmark of training steps over several devices: every code path on tiny models, and how it counts."""
 
 import dataclasses
-import json
 
 import pytest
 import typer
@@ -9,6 +8,7 @@ import typer
 from benchmarks.training import bench_scaling
 from benchmarks.training.meshes import file_name, meshes_of
 from jaxops.profiling.trace import Event
+from tests.benchmarks.conftest import rows_of
 from tests.command_line import run
 from tests.devices import needs_four
 
@@ -30,7 +30,7 @@ def test_smoke_run(tmp_path):
     """One device, the same batch as the mesh on one device, and the mesh."""
     result = run(bench_scaling.main, *SMOKE, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    one, whole, mesh = (json.loads(line) for line in (tmp_path / "train_step.jsonl").read_text().splitlines())
+    one, whole, mesh = rows_of(tmp_path / "train_step.jsonl")
     assert [row["mesh"] for row in (one, whole, mesh)] == ["one", "whole", "fsdp=4"]
     assert [row["devices"] for row in (one, whole, mesh)] == [1, 1, 4]
     assert mesh["shape"] == whole["shape"] == one["shape"] | {"T": 4 * one["shape"]["T"]}
@@ -43,7 +43,6 @@ def test_smoke_run(tmp_path):
     assert one["loss"][0] != pytest.approx(mesh["loss"][0], rel=1e-4), "of another batch"
     assert mesh["loss"] == pytest.approx(whole["loss"], rel=1e-5)
     assert mesh["loss_apart"] < 1e-4
-    assert mesh["loss_apart_alone"] == whole["loss_apart_alone"] < 1e-4
     assert mesh["peak_bytes"] < whole["peak_bytes"]
 
 
@@ -51,7 +50,7 @@ def test_smoke_run(tmp_path):
 @pytest.mark.usefixtures("dense")
 def test_a_model_too_large_for_one_device(tmp_path):
     """Only the meshes run, here a mixture of axes, of another depth and batch."""
-    options = (
+    options = [
         "--smoke",
         "--workloads",
         "30b",
@@ -61,10 +60,10 @@ def test_a_model_too_large_for_one_device(tmp_path):
         "4",
         "--set",
         "model.layers=2",
-    )
+    ]
     result = run(bench_scaling.main, *options, "--set", "batch=4", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    (row,) = (json.loads(line) for line in (tmp_path / "train_step.jsonl").read_text().splitlines())
+    (row,) = rows_of(tmp_path / "train_step.jsonl")
     assert (row["name"], row["mesh"], row["devices"]) == ("large_smoke_2_layers", "fsdp=2,tensor=2", 4)
     assert row["shape"]["layers"] == 2
     assert row["shape"]["T"] == 4 * 4 * bench_scaling.SMOKE["30b"].preset.context

@@ -1,22 +1,22 @@
 """The benchmark of whole training steps: every code path on tiny models, and how it counts."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 
-from benchmarks import harness
+from benchmarks.harness.machine import Ceilings
 from benchmarks.training import bench_train_step
 from models.data.packing import Batch
 from models.training.presets import PRESETS
+from tests.benchmarks.conftest import rows_of
 from tests.command_line import run
 
 
 def test_smoke_run_writes_a_row_a_side(tmp_path, monkeypatch):
     """Both sides of the language model, without experts, which take thrice as long to compile. The DiT runs with jaxops
     only: a side takes 2.5 s, mostly XLA's compiler."""
-    monkeypatch.setattr(harness, "write_dense", lambda *_: 0.125)
+    monkeypatch.setattr(bench_train_step, "measure_ceilings", lambda *_, **__: Ceilings(1.0, 0.125))
     make, preset = bench_train_step.SMOKE["moe_smoke"]
     dense = dataclasses.replace(preset, model=dataclasses.replace(preset.model, experts=0, top_k=0))
     monkeypatch.setitem(bench_train_step.SMOKE, "moe_smoke", (make, dense))
@@ -26,8 +26,7 @@ def test_smoke_run_writes_a_row_a_side(tmp_path, monkeypatch):
         monkeypatch.setattr(bench_train_step, "SMOKE", {name: models[name]})
         result = run(bench_train_step.main, "--smoke", "--out", str(tmp_path), "--sides", sides, "--steps", "4")
         assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in (tmp_path / "train_step.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["op"] == "train_step"]
+    steps = rows_of(tmp_path / "train_step.jsonl")
     assert [(row["name"], row["backend"]) for row in steps] == [
         ("moe_smoke", "xla"),
         ("moe_smoke", "jaxops"),

@@ -74,7 +74,8 @@ def test_every_block_is_run_or_marked():
 def test_names_exist():
     """Only the page on writing kernels names private modules."""
     unknown = {name: names for name, text in TEXTS.items() if (names := unknown_names(text))}
-    extending = unknown.pop("docs/extending.md")
+    own = "jaxops.ops.gated_rms_norm."  # the page's example
+    extending = [name for name in unknown.pop("docs/extending.md") if not name.startswith(own)]
     assert unknown == {}
     assert all(name.startswith("jaxops._lib.") and importlib.util.find_spec(name) for name in extending)
 

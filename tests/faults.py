@@ -40,14 +40,54 @@ DENSE = dataclasses.replace(of_bytes(layers=2, width=16, heads=2, experts=1, top
 STEPS = (2, 4, 6)
 SHARES = {"checkpoint": 670, "hf": 300, "run": 20, "kill": 10}  # of a thousand cases
 PARTS = (
-    *r"""
-    [x] ] [ [!a] * ** ? {a,b} {} {0} { \ \n \\ % %20 %s ~ $HOME ${x} `x` ' " # & ; | < > ( ! : = , @ ^
-    a.b ... -x -- .x file: gs: 2 .damaged .unfinished
-    """.split(),  # noqa: SIM905
-    " ", "  ", "\n", "\r\n", "\t", "\x1b[31m", "\x7f", "caf\xe9", "e\u0301", "\u4f60\u597d", "\U0001f600",
-    "\u2028", "\u202e", "\xa0", "\ufeff", ".orbax-checkpoint-tmp",
-    "a" * 50, "a" * 250, "\u00e9" * 120, "\udcff",
-)  # fmt: skip
+    *(
+        "[x]",
+        "]",
+        "[",
+        "[!a]",
+        "*",
+        "**",
+        "?",
+        "{a,b}",
+        "{}",
+        "{0}",
+        "{",
+        "\\",
+        "\\n",
+        "\\\\",
+        " ",
+        "  ",
+        "%",
+        "%20",
+        "%s",
+    ),
+    *(
+        "~",
+        "$HOME",
+        "${x}",
+        "`x`",
+        "'",
+        '"',
+        "#",
+        "&",
+        ";",
+        "|",
+        "<",
+        ">",
+        "(",
+        "!",
+        ":",
+        "=",
+        ",",
+        "@",
+        "^",
+        "a.b",
+        "...",
+    ),
+    *("-x", "--", ".x", "file:", "gs:", "\n", "\r\n", "\t", "\x1b[31m", "\x7f", "caf\u00e9", "e\u0301", "\u4f60\u597d"),
+    *("\U0001f600", "\u2028", "\u202e", "\u00a0", "\ufeff", "2", ".damaged", ".orbax-checkpoint-tmp", ".unfinished"),
+    *("a" * 50, "a" * 250, "\u00e9" * 120, "\udcff"),
+)
 LONGEST = 255  # bytes of a name
 
 

@@ -127,14 +127,14 @@ SMOKES = {
         bench_packed_attention,
         {
             "packed_attention": [
-                *(2 * each(("fwd+bwd",), ("unequal",), ("jaxops", "jaxops_pallas", "jaxops_banded", *BY_MASK))),
+                *(2 * each(("fwd+bwd",), ("unequal",), ("jaxops", "jaxops_pallas", "jaxops_blocks", *BY_MASK))),
                 *each(("fwd+bwd",), ("unequal",), ("torch_flash",)),
             ]
         },
         "tflops",
         lambda row: bench_packed_attention.SMOKE.flops("fwd+bwd", shapes.visible_pairs(row["mask"], SEQUENCES)),
         "--passes fwd+bwd --dists unequal --masks causal,text_and_images "
-        "--peers jaxops_pallas,jaxops_banded,jaxops_cudnn,xla_mask,xla_padded,torch_flash",
+        "--peers jaxops_pallas,jaxops_blocks,jaxops_cudnn,xla_mask,xla_padded,torch_flash",
         (
             "left out: jaxops_cudnn at packed_attention smoke causal unequal",
             "left out: torch_flash at packed_attention smoke text_and_images unequal",

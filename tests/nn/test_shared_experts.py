@@ -12,6 +12,8 @@ import jaxops
 from jaxops.nn import MoE, SharedExperts
 from tests.arrays import put
 from tests.compare import assert_close
+from tests.hopper import on_h200
+from tests.jaxprs import equations
 
 # More columns than a block of 128 has.
 T, D, F = 36, 136, 150
@@ -110,6 +112,22 @@ def test_bfloat16():
     assert_close(y, in_float32()[0], "bfloat16", scale=2)
     for name, gradient in nnx.to_pure_dict(dparams).items():
         assert (gradient != gradient.astype(jnp.bfloat16)).any(), name
+
+
+def test_token_gate_is_no_tf32():
+    """A GPU multiplies float32 in TF32 unless the product says HIGHEST: traced for one, forward and both gradients."""
+    layer, params = of(make(dtype=jnp.bfloat16, backend="xla", precision=None))
+    with on_h200():
+        jaxpr = jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(layer(*a).astype(jnp.float32)), argnums=(0, 1)))(params, X)
+    results = {(1, T), (1, D), (T, D)}  # of the product, token_gate's gradient and x's, in whichever order
+    found = set()
+    for product in (eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "dot_general"):
+        shapes = [tuple(sorted(atom.aval.shape)) for atom in (*product.invars, *product.outvars)]
+        if set(shapes) == results:
+            found.add(shapes[-1])
+            assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+            assert {atom.aval.dtype for atom in (*product.invars, *product.outvars)} == {jnp.dtype("float32")}
+    assert found == results
 
 
 def test_initial_values():

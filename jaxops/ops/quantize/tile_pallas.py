@@ -176,9 +176,9 @@ def locate(schedule_ref, pid: jax.Array, grid: Grid, size: tuple[int, int, int],
     Args:
       schedule_ref: the work list of ragged groups' column layout, which has blocks_t blocks of 128 columns; or None.
     """
-    (G, M, K), tiles = size, grid.tiles
+    (_, M, K), tiles = size, grid.tiles
     across = pl.cdiv(K, tiles.cols)
-    g, tile = (0, pid) if G == 1 else (pid // (down * across), pid % (down * across))
+    g, tile = pid // (down * across), pid % (down * across)
     i, j = panel_order(tile, down, across, tiles.panel)
     rows, block, t = i * tiles.rows + grid.rows, grid.index(i), grid.t
     rows_t = i * tiles.rows + t.rows

@@ -32,7 +32,7 @@ def route(
     Scores are `softmax(logits)` or `sigmoid(logits)`, in float32. A token takes the k experts with the largest
     `scores + selection_bias`, on ties the lower expert. Its weights are the scores of those k, divided by their sum
     (normalize), times weight_scale. Quotients of scores are right for all finite logits, also where float32 has no such
-    small scores; where all scores are exactly 0 they are 0.
+    small scores; only where all scores are exactly 0 they are 0, as of DeepSeek-V3's code, which adds 1e-20 to a sum.
     Without selection_bias and groups the logits are compared, which have the order of the scores: the choice is then
     bit-identical on all devices and backends. No host sync; new logits never recompile. Differentiable (reverse mode)
     in logits through weights, aux_loss and z_loss; the choice has no gradient. Deterministic.
@@ -122,7 +122,7 @@ def route(
     normalize, weight_scale = check_flag("normalize", normalize), check_number("weight_scale", weight_scale)
     # An expert has at most T rows, since a token chooses it once.
     capacity = None if capacity is None or capacity >= T else int(capacity)
-    spec = Spec(k, score, normalize, weight_scale, *groups, capacity)
+    spec = Spec(k, score, normalize, weight_scale, *groups, capacity, selection_bias is not None)
     return _route(spec, plan, *vary_together(logits, selection_bias, mask))
 
 

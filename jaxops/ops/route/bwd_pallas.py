@@ -12,9 +12,9 @@ from jaxops._lib.arrays.manual_axes import out_struct
 from jaxops._lib.pallas.launch_pallas import launch_named
 from jaxops._lib.planning.traced_once import traced_once
 from jaxops.ops.route.columns_pallas import Columns, Scores, counted, each_choice, each_step, load_column
-from jaxops.ops.route.plan import Spec, Tiles
+from jaxops.ops.route.plan import TINY, Spec, Tiles
 from jaxops.ops.route.routing import Routing
-from jaxops.ops.route.scores import loss_factors, shares_and_logsumexp
+from jaxops.ops.route.scores import loss_factors
 
 
 def _bwd_kernel(ref: dict, *, spec: Spec, tile: Tiles):
@@ -42,23 +42,34 @@ def _bwd_kernel(ref: dict, *, spec: Spec, tile: Tiles):
             return jnp.where(column, dweight, dweights), member | column
 
         dweights, member = each_choice(k, add_choice, (jnp.zeros(shape, jnp.float32), jnp.full(shape, False)))
-        dweights = dweights * spec.weight_scale
+        dscores, direct = dweights * spec.weight_scale, None
 
-        def through(shares, dshares):
-            """The gradient of the logarithms whose exponentials over their sum are shares."""
-            return shares * (dshares - jnp.sum(shares * dshares, axis=1, keepdims=True))
+        def through(dvalues, values, small):
+            """Splits a gradient of values: that of the scores, and that of the logits where values are not scores."""
+            so_far = 0.0 if direct is None else direct
+            return jnp.where(small, 0.0, dvalues), so_far + jnp.where(small, dvalues * values, 0.0)
 
-        dlogs = through(row_scores.shares, dshare)
         if spec.normalize:
             # A dropped choice has weight 0, but its score is in the sum that normalizes the others.
-            weights, _ = shares_and_logsumexp(jnp.where(member, row_scores.logs, -jnp.inf))
-            dlogs = dlogs + through(weights, dweights)
-        elif spec.score == "softmax":
-            dlogs = dlogs + through(row_scores.softmax, dweights)
+            values, small = row_scores.summable(row_scores.scores, jnp.where(member, logits, -jnp.inf), spec)
+            sums = jnp.sum(jnp.where(member, values, 0.0), axis=1, keepdims=True) + TINY
+            mean = jnp.sum(dscores * values, axis=1, keepdims=True) / sums
+            dscores = jnp.where(member, (dscores - mean) / sums, 0.0)
+            if small is not None:
+                dscores, direct = through(dscores, values, small)
+        if spec.score == "softmax":
+            dscores = dscores + dshare
+            mean = jnp.sum(row_scores.softmax * dscores, axis=1, keepdims=True)
+            dlogits = row_scores.softmax * (dscores - mean + dz * row_scores.logsumexp)
         else:
-            dlogs = dlogs + dweights * row_scores.scores
-        dlogits = dlogs if spec.score == "softmax" else dlogs * (1 - row_scores.scores)
-        dlogits = dlogits + row_scores.softmax * (dz * row_scores.logsumexp)
+            dvalues = (dshare - jnp.sum(row_scores.share * dshare, axis=1, keepdims=True)) / row_scores.total
+            dvalues, direct = through(dvalues, row_scores.values, row_scores.small)
+            dscores = dscores + dvalues
+            dlogits = dscores * row_scores.scores * (1 - row_scores.scores) + row_scores.softmax * (
+                dz * row_scores.logsumexp
+            )
+        if direct is not None:
+            dlogits = dlogits + direct
         if "mask" in ref:
             dlogits = jnp.where(row_in, dlogits, 0.0)
         columns.store(ref["dlogits"], row, exists, dlogits)

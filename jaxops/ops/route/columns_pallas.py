@@ -1,7 +1,6 @@
 """Shared by the routing kernels: the experts as register columns, a token's scores, loops over tokens and choices."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +8,8 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.arrays.powers import power_of_2
-from jaxops.ops.route.plan import Spec, Tiles
-from jaxops.ops.route.scores import log_scores, shares_and_logsumexp
+from jaxops.ops.route.plan import TINY, Spec, Tiles
+from jaxops.ops.route.scores import summable
 
 _VECTOR = 4  # neighbouring experts in one load of a thread: 16 bytes of float32
 _MAX_UNROLLED = 8  # choices per token up to which a loop over them is unrolled: all loads are in flight at once
@@ -104,28 +103,56 @@ def counted(ref: dict, row: jax.Array, exists: jax.Array) -> jax.Array:
     return plgpu.load(ref["mask"].at[row], mask=exists, other=False) if "mask" in ref else exists
 
 
-class Scores(NamedTuple):
-    """Scores of a program's tokens [rows, width]; 0 in columns of padding.
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Scores of a program's tokens; 0 in columns of padding.
 
     Attributes:
-      logs: as `log_scores`.
-      scores, shares: what the weights are made of, and these over their sum.
-      softmax, logsumexp: of the logits; logsumexp is [rows, 1].
+      softmax, scores: [rows, width], softmax of the logits; the scores that the weights are made of.
+      values, small: as of `summable`; for softmax the scores and None.
+      share: [rows, width], values / total.
+      top, exps: [rows, 1], the largest logit, and the sum of exp(logits - top).
+      total: [rows, 1], the sum of the values plus TINY; 1 for softmax.
     """
 
-    logs: jax.Array
-    scores: jax.Array
-    shares: jax.Array
     softmax: jax.Array
-    logsumexp: jax.Array
+    scores: jax.Array
+    values: jax.Array
+    small: jax.Array | None
+    share: jax.Array
+    top: jax.Array
+    exps: jax.Array
+    total: jax.Array
 
     @classmethod
     def of(cls, logits: jax.Array, spec: Spec) -> "Scores":
-        softmax, logsumexp = shares_and_logsumexp(logits)
-        logs = log_scores(spec.score, logits, logsumexp)
+        top = jnp.max(logits, axis=1, keepdims=True)
+        softmax = jnp.exp(logits - top)
+        exps = jnp.sum(softmax, axis=1, keepdims=True)
+        softmax = softmax / exps
         if spec.score == "softmax":
-            return cls(logs, softmax, softmax, softmax, logsumexp)
-        return cls(logs, jax.nn.sigmoid(logits), shares_and_logsumexp(logs)[0], softmax, logsumexp)
+            return cls(softmax, softmax, softmax, None, softmax, top, exps, jnp.ones_like(top))
+        scores = jax.nn.sigmoid(logits)
+        values, small = summable(scores, logits, top, jax.nn.sigmoid(top))
+        total = jnp.sum(values, axis=1, keepdims=True) + TINY
+        return cls(softmax, scores, values, small, values / total, top, exps, total)
+
+    @property
+    def logsumexp(self) -> jax.Array:
+        """[rows, 1]"""
+        return self.top + jnp.log(self.exps)
+
+    def score_of(self, logits: jax.Array, spec: Spec) -> jax.Array:
+        """The scores of some logits of these tokens."""
+        return jnp.exp(logits - self.top) / self.exps if spec.score == "softmax" else jax.nn.sigmoid(logits)
+
+    def summable(self, scores: jax.Array, logits: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array | None]:
+        """`summable` of the chosen experts' scores; logits are -inf for the others. None for no token."""
+        if not spec.biased and spec.score == "softmax":
+            return scores, None  # the largest score is at least 1 / E
+        # Without a bias the largest one is chosen (with groups, one of half its size).
+        top = jnp.max(logits, axis=1, keepdims=True) if spec.biased else self.top
+        return summable(scores, logits, top, self.score_of(top, spec))
 
 
 def each_choice(k: int, body, carry):

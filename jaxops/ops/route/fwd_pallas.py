@@ -16,9 +16,9 @@ from jaxops._lib.pallas.launch_pallas import launch_named
 from jaxops._lib.planning.costs import bytes_of
 from jaxops._lib.planning.traced_once import traced_once
 from jaxops.ops.route.columns_pallas import Columns, Scores, counted, each_choice, each_step, load_column
-from jaxops.ops.route.plan import Spec, Tiles
+from jaxops.ops.route.plan import TINY, Spec, Tiles
 from jaxops.ops.route.routing import Routing
-from jaxops.ops.route.scores import GONE, keys_of, log_scores, loss_factors, shares_and_logsumexp
+from jaxops.ops.route.scores import GONE, keys_of, loss_factors
 
 # Of the count kernel. 8 columns of 4 bytes are an L2 sector, and few columns per program make many programs; 1,024
 # tiles are one step for 32,768 tokens.
@@ -67,7 +67,7 @@ def _choose(ref: dict, spec: Spec, tile: Tiles, columns: Columns) -> tuple[jax.A
         row_in = counted(ref, row, exists)
         logits = columns.load(ref["logits"], row, row_in)
         row_scores = Scores.of(logits, spec)
-        biased = row_scores.shares if bias is None else row_scores.scores + bias  # shares have the order of scores
+        biased = row_scores.values if bias is None else row_scores.scores + bias
         keys = keys_of(logits if bias is None else biased)
         if not columns.full:
             keys = jnp.where(columns.inside, keys, GONE)
@@ -81,10 +81,12 @@ def _choose(ref: dict, spec: Spec, tile: Tiles, columns: Columns) -> tuple[jax.A
 
         left, chosen = lax.fori_loop(0, k, choose, (keys, jnp.zeros((row.shape[0], power_of_2(k)), jnp.int32)))
         mask, stored = row_in & (choice < k), exists & (choice < k)
-        chosen_logits = plgpu.load(ref["logits"].at[row, chosen], mask=mask, other=-jnp.inf).astype(jnp.float32)
-        logs = log_scores(spec.score, chosen_logits, row_scores.logsumexp)
-        weights = shares_and_logsumexp(logs)[0] if spec.normalize else jnp.exp(logs)
-        weights = jnp.where(mask, weights, 0.0)
+        chosen_logits = plgpu.load(ref["logits"].at[row, chosen], mask=mask, other=0.0).astype(jnp.float32)
+        weights = jnp.where(mask, row_scores.score_of(chosen_logits, spec), 0.0)
+        if spec.normalize:
+            values, small = row_scores.summable(weights, jnp.where(mask, chosen_logits, -jnp.inf), spec)
+            weights = values if small is None else jnp.where(mask, values, 0.0)
+            weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + TINY)
         chosen = jnp.where(row_in, chosen, choice) if "mask" in ref else chosen
         plgpu.store(ref["experts"].at[row, choice], chosen, mask=stored)
         plgpu.store(ref["weights"].at[row, choice], weights * spec.weight_scale, mask=stored)
@@ -93,7 +95,7 @@ def _choose(ref: dict, spec: Spec, tile: Tiles, columns: Columns) -> tuple[jax.A
         chose = (row_in & (keys != GONE) & (left == GONE)).astype(jnp.int32)
         counts, shares, z = sums
         counts = counts + jnp.sum(chose, axis=0, keepdims=True, dtype=jnp.int32)
-        shares = shares + jnp.sum(jnp.where(row_in, row_scores.shares, 0.0), axis=0, keepdims=True)
+        shares = shares + jnp.sum(jnp.where(row_in, row_scores.share, 0.0), axis=0, keepdims=True)
         z = z + jnp.sum(jnp.where(row_in, row_scores.logsumexp * row_scores.logsumexp, 0.0), axis=0, keepdims=True)
         return counts, shares, z
 

@@ -11,6 +11,8 @@ from jaxops._lib.planning.plans import BasePlan, Planner, check_fields
 
 PASSES = ("fwd", "bwd")
 SCORES = ("softmax", "sigmoid")
+# Added to a sum of scores before the division, as in DeepSeek-V3's own code: scores that are all exactly 0 give zeros.
+TINY = 1e-20
 _FEW_SCORES = 4096  # of the tokens that are one program: 16 a thread of 8 warps
 
 
@@ -26,6 +28,7 @@ class Spec:
       expert_groups, top_expert_groups: experts are in expert_groups equal groups of neighbours, of which a token may
         choose from its best top_expert_groups.
       capacity: most rows of an expert, or None where nothing can be dropped.
+      biased: whether a selection_bias chooses, so that scores far below a token's largest one may be chosen.
     """
 
     k: int
@@ -35,6 +38,7 @@ class Spec:
     expert_groups: int
     top_expert_groups: int
     capacity: int | None
+    biased: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

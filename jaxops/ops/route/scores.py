@@ -1,14 +1,13 @@
-"""What every backend computes in the same way: keys that compare scores, scores over their sum, factors of losses.
-
-Sums and quotients of scores are those of their logarithms less the largest one: right for all finite logits, also where
-float32 has no such small scores.
-"""
+"""What every backend computes in the same way: keys that compare scores, scores for quotients, factors of losses."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 GONE = -(2**31)  # less than every key: experts that are excluded, or already chosen
+# Scores up to this are exp(logits) times a number of the token, up to 1e-9 of them. Sums of larger scores do not notice
+# TINY.
+_SMALL = 1e-9
 
 
 def keys_of(x: jax.Array) -> jax.Array:
@@ -17,20 +16,19 @@ def keys_of(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
-def log_scores(score: str, logits: jax.Array, logsumexp: jax.Array) -> jax.Array:
-    """The logarithms of the scores of some logits [T, n], of tokens whose logsumexp [T, 1] is over all experts."""
-    if score == "softmax":
-        return logits - logsumexp
-    # Not abs(logits): minima have the right derivative at 0.
-    return jnp.minimum(logits, 0) - jnp.log(1 + jnp.exp(jnp.minimum(logits, -logits)))
+def summable(scores: jax.Array, logits: jax.Array, top: jax.Array, top_score: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Scores [T, n] in the range of float32, for quotients of a token's scores.
 
+    Args:
+      scores: softmax or sigmoid of logits [T, n].
+      top, top_score: [T, 1], the largest logit and its score.
 
-def shares_and_logsumexp(logs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """exp(logs) over their sum along axis 1, zeros where all are 0; and the logarithm of the sum, [T, 1]."""
-    top = lax.stop_gradient(jnp.maximum(jnp.max(logs, axis=1, keepdims=True), jnp.finfo(jnp.float32).min))
-    values = jnp.exp(logs - top)
-    total = jnp.sum(values, axis=1, keepdims=True)
-    return values / jnp.where(total == 0, 1, total), top + jnp.log(total)
+    Returns:
+      The scores; where the largest one is small, exp(logits - top), which is the scores times a number of the token.
+      And for which tokens, [T, 1] bool.
+    """
+    small = (top_score < _SMALL) & (top > -jnp.inf)
+    return jnp.where(small, jnp.exp(logits - top), scores), small
 
 
 def loss_factors(T: int, E: int, k: int, tokens: jax.Array | None) -> tuple[jax.Array | float, jax.Array | float]:

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops.ops.route.plan import Spec
+from jaxops.ops.route.plan import TINY, Spec
 from jaxops.ops.route.routing import Routing
-from jaxops.ops.route.scores import GONE, keys_of, log_scores, loss_factors, shares_and_logsumexp
+from jaxops.ops.route.scores import GONE, keys_of, loss_factors, summable
 
 
 def forward_xla(
@@ -58,12 +58,12 @@ def _choose(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> 
     # Scores rise with their logits: without a bias, compare the logits, so that rounding makes no ties.
     keys = keys_of(logits)
     if selection_bias is not None or spec.expert_groups > 1:
-        scores, shares = _scores_and_shares(spec.score, logits)
+        scores = jax.nn.softmax(logits) if spec.score == "softmax" else jax.nn.sigmoid(logits)
         if selection_bias is not None:
             scores = scores + selection_bias[None, :]
             keys = keys_of(scores)
-        else:
-            scores = shares  # in the same order, also where scores would be 0
+        elif spec.score == "sigmoid":
+            scores, _, _ = _summable(scores, logits)  # in the same order, also where scores would be 0
         if spec.expert_groups > 1:
             size = E // spec.expert_groups
             grouped = jnp.where(scores == scores, scores, -jnp.inf).reshape(T, spec.expert_groups, size)
@@ -76,27 +76,47 @@ def _choose(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> 
 
 def _counted(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
     """The logits in float32; zeros for tokens that do not count, whose values then reach no result and no gradient."""
-    return _masked(logits.astype(jnp.float32), mask)
+    logits = logits.astype(jnp.float32)
+    return logits if mask is None else jnp.where(mask[:, None], logits, 0)
 
 
-def _scores_and_shares(score: str, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each token's scores, and those over their sum."""
-    softmax, logsumexp = shares_and_logsumexp(logits)
-    if score == "softmax":
-        return softmax, softmax
-    return jax.nn.sigmoid(logits), shares_and_logsumexp(log_scores(score, logits, logsumexp))[0]
+def _summable(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`summable`, and the sums [T, 1] of its first result."""
+    top, top_score = (jnp.max(x, axis=1, keepdims=True) for x in (logits, scores))
+    values, small = summable(scores, logits, top, top_score)
+    return values, small, jnp.sum(values, axis=1, keepdims=True) + TINY
+
+
+@jax.custom_jvp
+def _over_their_sum(scores: jax.Array, logits: jax.Array) -> jax.Array:
+    """Each token's scores of these logits over their sum. JAX's own derivative would square the sum."""
+    values, _, total = _summable(scores, logits)
+    return values / total
+
+
+@_over_their_sum.defjvp
+def _over_their_sum_jvp(primals, tangents):
+    values, small, total = _summable(*primals)
+    change, change_of_logits = tangents
+    change = jnp.where(small, values * change_of_logits, change)
+    shares = values / total
+    return shares, (change - shares * jnp.sum(change, axis=1, keepdims=True)) / total
 
 
 def mean_shares(score: str, logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     """[E] float32, the P of `Routing.aux_loss`: the mean over the tokens of each one's scores over their sum."""
     (T, E), tokens = logits.shape, None if mask is None else jnp.sum(mask, dtype=jnp.int32)
     _, mean = loss_factors(T, E, 1, tokens)
-    return jnp.sum(_masked(_scores_and_shares(score, _counted(logits, mask))[1], mask), axis=0) * mean
+    return jnp.sum(_scores_and_shares(score, _counted(logits, mask), mask)[1], axis=0) * mean
 
 
-def _masked(values: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """values [T, n], 0 for tokens that do not count."""
-    return values if mask is None else jnp.where(mask[:, None], values, 0)
+def _scores_and_shares(score: str, logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Each token's scores, and those over their sum; shares of 0 for tokens that do not count."""
+    shares = scores = jax.nn.softmax(logits)
+    if score == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        shares = _over_their_sum(scores, logits)
+    return scores, shares if mask is None else jnp.where(mask[:, None], shares, 0)
 
 
 def _weights_and_losses(
@@ -104,13 +124,16 @@ def _weights_and_losses(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The differentiable part of a Routing, from float32 logits and the choice."""
     (T, E), k = logits.shape, spec.k
-    _, shares = _scores_and_shares(spec.score, logits)
-    _, logsumexp = shares_and_logsumexp(logits)
-    logs = log_scores(spec.score, jnp.take_along_axis(logits, experts, axis=1), logsumexp)
-    weights = shares_and_logsumexp(logs)[0] if spec.normalize else jnp.exp(logs)
+    scores, shares = _scores_and_shares(spec.score, logits, mask)
+    weights = jnp.take_along_axis(scores, experts, axis=1)
+    if spec.normalize:
+        weights = _over_their_sum(weights, jnp.take_along_axis(logits, experts, axis=1))
     weights = weights * spec.weight_scale
     if spec.capacity is not None or mask is not None:
         weights = jnp.where(positions < T * k, weights, 0)
+    squares = jax.nn.logsumexp(logits, axis=1) ** 2
+    if mask is not None:
+        squares = jnp.where(mask, squares, 0)
     aux, z = loss_factors(T, E, k, None if mask is None else jnp.sum(load, dtype=jnp.int32) // k)
-    aux_loss = aux * jnp.sum(load.astype(jnp.float32) * jnp.sum(_masked(shares, mask), axis=0))
-    return weights, aux_loss, jnp.sum(_masked(logsumexp**2, mask)) * z
+    aux_loss = aux * jnp.sum(load.astype(jnp.float32) * jnp.sum(shares, axis=0))
+    return weights, aux_loss, jnp.sum(squares) * z

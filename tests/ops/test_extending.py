@@ -105,8 +105,11 @@ def op(tmp_path, monkeypatch):
     for cache in caches:
         cache.cache_clear()
     package, describe = (importlib.import_module(f"jaxops.ops.{OP}{part}") for part in ("", ".describe"))
-    (source,) = (block for block in BLOCKS if block.startswith("Op("))
-    names = {OP: package, "Plan": package.Plan, "Tiles": package.Tiles, "reference": describe.reference}
+    monkeypatch.setattr(jaxops, OP, package.gated_rms_norm, raising=False)
+    (function,) = describe.DESCRIPTION.functions
+    monkeypatch.setitem(entry.FUNCTIONS, OP, function)
+    (source,) = (block for block in BLOCKS if block.startswith("described("))
+    names = {"Plan": package.Plan, "Tiles": package.Tiles}
     monkeypatch.setitem(run.EVERYTHING, OP, eval(source, vars(entry) | names))
     yield package
     for name in [name for name in sys.modules if name.startswith(f"jaxops.ops.{OP}")]:

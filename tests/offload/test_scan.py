@@ -179,6 +179,17 @@ def test_gradients_of_what_is_cast_once_are_stacked_in_the_narrower_type(whole):
         np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
 
 
+def test_gradients_of_what_is_widened_stay_narrow():
+    weights, x, _ = inputs()
+    weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+
+    def loss(w):
+        layer = lambda c, w: (c + jnp.tanh(c @ w["in"].astype(jnp.float32)) @ w["out"].astype(jnp.float32), None)
+        return jnp.sum(scan(layer, x, w, policy=Policy(offload=("carry",)))[0])
+
+    assert stacks(jax.make_jaxpr(jax.grad(loss))(weights).jaxpr, weights["in"].shape) == [jnp.bfloat16]
+
+
 @pytest.mark.parametrize("manual", [False, True], ids=["by_sharding", "in_shard_map"])
 def test_devices(manual, kept):
     """Over four devices: rows sharded, weights replicated."""

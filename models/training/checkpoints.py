@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import typer
 from etils import epath
@@ -83,14 +84,15 @@ class Checkpoints:
     def start(self, state: State, say: Callable[[str], None] = lambda _: None) -> tuple[State, int]:
         """(state to train from, steps done): the newest intact checkpoint, or `state` and 0 if there is none.
 
-        Newer, damaged checkpoints are renamed to STEP.damaged after an intact one has been read.
+        Newer, damaged checkpoints are renamed to STEP.damaged after an intact one has been read. In a folder without
+        checkpoints one is written and removed, so that a folder that cannot hold any is an error before the training.
 
         Args:
           state: a new run's pytree of arrays. The result has its shapes, dtypes and shardings.
           say: called with a line for each damaged checkpoint.
 
         Raises:
-          typer.BadParameter: a checkpoint of another model, or all checkpoints are damaged.
+          typer.BadParameter: a checkpoint of another model, all checkpoints are damaged, or none can be written.
         """
         wanted = _by_name(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state))
         damaged: dict[int, str] = {}
@@ -103,6 +105,7 @@ class Checkpoints:
                 return jax.tree.unflatten(jax.tree.structure(state), [found[name] for name in wanted]), step
             damaged[step] = wrong
         if not damaged:
+            self._try()
             return state, 0
         problems = "; ".join(f"{self.folder / str(step)}: {wrong}" for step, wrong in damaged.items())
         raise typer.BadParameter(
@@ -139,13 +142,23 @@ class Checkpoints:
         """Raises the error of a failed write."""
         self._writer.check_for_errors()
 
+    def _try(self) -> None:
+        trial = f"trial{UNFINISHED}"
+        with self._must_hold(), quiet_writers():
+            try:
+                self._writer.save(self._path / trial, args=ocp.args.StandardSave({"trial": np.zeros(1)}))
+                self._writer.wait_until_finished()
+            finally:
+                for left in self.folder.glob(f"{trial}*") if is_first() else ():
+                    shutil.rmtree(left, ignore_errors=True)
+
     @contextlib.contextmanager
     def _must_hold(self) -> Iterator[None]:
         """An error inside, in any process, is in all of them that the folder cannot hold checkpoints."""
         wrong, cause = "", None
         try:
             yield
-        except OSError as error:
+        except Exception as error:  # of any type, as in _read
             wrong, cause = _first_line(error), error
         if wrong := exchanged(wrong):
             raise typer.BadParameter(

@@ -1,5 +1,6 @@
 """Checkpoints: which are written, kept and read. Runs that are killed are in tests/models/test_launch.py."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -186,6 +187,19 @@ def test_without_proc_a_folder_needs_a_plain_name(name, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints_module, "DESCRIPTORS", tmp_path / "missing")
     with pytest.raises(typer.BadParameter, match=UNFIT):
         Checkpoints(tmp_path / name)
+
+
+def test_a_full_disk_is_an_error_before_the_training(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.start(arrays())[1] == 0
+        assert not list(tmp_path.iterdir())  # what it tried with is gone
+
+        def full(*_, **__):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(checkpoints._writer, "save", full)
+        with pytest.raises(typer.BadParameter, match=UNFIT):
+            checkpoints.start(arrays())
 
 
 @pytest.mark.parametrize("name", ["file", "file/checkpoints", "x" * 256])

@@ -60,6 +60,7 @@ class Checkpoints:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for unfinished in self.folder.glob(f"*{UNFINISHED}*"):
                     shutil.rmtree(unfinished)
+        with self._must_hold():  # another one: all processes wait here until the first one has made the folder
             self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
             by_number = DESCRIPTORS / str(self._descriptor)
             if not PLAIN.fullmatch(str(self.folder)) and not by_number.exists():

@@ -145,13 +145,13 @@ class Checkpoints:
 
     def _try(self) -> None:
         trial = f"trial{UNFINISHED}"
-        with self._must_hold(), quiet_writers():
-            try:
+        try:
+            with self._must_hold(), quiet_writers():
                 self._writer.save(self._path / trial, args=ocp.args.StandardSave({"trial": np.zeros(1)}))
                 self._writer.wait_until_finished()
-            finally:
-                for left in self.folder.glob(f"{trial}*") if is_first() else ():
-                    shutil.rmtree(left, ignore_errors=True)
+        finally:
+            for left in self.folder.glob(f"{trial}*") if is_first() else ():
+                shutil.rmtree(left, ignore_errors=True)
 
     @contextlib.contextmanager
     def _must_hold(self) -> Iterator[None]:

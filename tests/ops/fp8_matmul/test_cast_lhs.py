@@ -64,6 +64,17 @@ def test_equals_a_cast_before(tiles, dtype, recipe, pow2, run):
     assert not dw[1].any()
 
 
+@pytest.mark.parametrize(("recipe", "kept"), [("blockwise", "float32"), ("blockwise_with_gw_hp", "bfloat16")])
+def test_what_is_kept_of_rows(recipe, kept):
+    """For a weight gradient in half precision x is kept in it."""
+    x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((37, 300), (300, 139)))
+    plan = plans(TILES["plain"])[0]
+    _, vjp = jax.eval_shape(
+        lambda *given: jax.vjp(lambda *of: jaxops.fp8_matmul(*of, recipe=recipe, plan=plan), *given), x, w
+    )
+    assert [leaf.dtype for leaf in jax.tree.leaves(vjp) if leaf.shape == x.shape] == [kept]
+
+
 @pytest.mark.parametrize("run", BY)
 def test_what_is_not_finite(run):
     """NaN and infinities make their own row NaN only, and affect no scale; zeros stay; tiny numbers become zero."""

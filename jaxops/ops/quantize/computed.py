@@ -1,5 +1,6 @@
 """Tensors that are computed from others and cast to FP8 in one pass over memory."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -132,6 +133,10 @@ def _cast(output: Output, parts: list[jax.Array], offsets: jax.Array, backend: s
     source = parts[0] if len(parts) == 1 else Beside(*parts)
     amax = jnp.max(tensor_amax(source, offsets)) if output.measured else None
     to = functools.partial(cast, form=output.form, group_offsets=offsets, amax=amax, backend=backend)
+    if len(parts) == 1:  # both layouts in one pass
+        q, _ = to(source, layouts=output.layouts)
+        row = dataclasses.replace(q, values_t=None, scales_t=None) if output.row else None
+        return Computed(row, (dataclasses.replace(q, values=None, scales=None),) if output.col else (), plain)
     row = to(source, layouts="row")[0] if output.row else None
     cols = tuple(to(x, layouts="col")[0] for x in parts) if output.col else ()
     return Computed(row, cols, plain)

@@ -146,7 +146,8 @@ def profile(step: Callable[..., Any], *args, steps: int = 3, warmup: int = 2, **
       ValueError: `Profiled`'s, or the result has nothing that can take a donated argument's place.
     """
     profiled, arguments = Profiled(step, steps=steps, warmup=warmup), [*args]
-    infos = jax.tree.leaves(step.lower(*args, **kwargs).args_info) if hasattr(step, "lower") else []  # pyright: ignore[reportFunctionMemberAccess]
+    lower = getattr(step, "lower", None)
+    infos = jax.tree.leaves(lower(*args, **kwargs).args_info) if lower else []
     if any(info.donated for info in infos):
         arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, arguments)
     while not profiled.done:

@@ -268,6 +268,7 @@ def consume(
 ):  # fmt: skip
     """Multiplies this consumer's tiles, runs the epilogue and stores.
 
+    work: the work list and its entries, as `gemm_triton.produce` has it.
     PIECE: rows and columns that the epilogue gets at a time: a consumer's of a tile, or half of its columns; with
     LOADED a quarter. LOADED: how many results, the first ones, are loaded before. ACCUMULATE: the sums are added to
     what the result holds. CUT: sums have parts. PAIRED: a tile's label is its pair of operands, not its group.

@@ -112,20 +112,6 @@ def split_columns(x):
 
 
 @gluon.jit
-def store_columns(acc, desc, ptr, buf, row, end, col, N):
-    """As `store`, of as many columns at a time as desc's box has: half of acc's or all. C's rows are aligned."""
-    BN: gl.constexpr = desc.block_shape[2]
-    MMA: gl.constexpr = accumulator(BN, gl.num_ctas())
-    if acc.shape[1] == BN:
-        store(acc, desc, ptr, buf, row, end, col, N, MMA, True)
-    else:
-        left, right = split_columns(acc)
-        store(gl.convert_layout(left, MMA, assert_trivial=True), desc, ptr, buf, row, end, col, N, MMA, True)
-        if col + BN < N:
-            store(gl.convert_layout(right, MMA, assert_trivial=True), desc, ptr, buf, row, end, col + BN, N, MMA, True)
-
-
-@gluon.jit
 def pointers_to_tile(ptr, row, end, col, N, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
     """Pointers to a tile of an array with N columns, and the mask of those before row `end` and column N."""
     stride = opaque(N)  # otherwise multiples of N, equal for all tiles, are kept in registers

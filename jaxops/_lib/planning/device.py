@@ -151,15 +151,6 @@ def default_device() -> Any:
     return jax.devices(default)[0] if default is None or isinstance(default, str) else default
 
 
-def host_device() -> Any:
-    """The machine's CPU, as JAX's own object.
-
-    Raises:
-      RuntimeError: JAX was started without it (JAX_PLATFORMS).
-    """
-    return jax.local_devices(backend="cpu")[0]
-
-
 def default_number() -> int:
     """The number of JAX's default device among this machine's that CUDA_VISIBLE_DEVICES shows."""
     return default_device().local_hardware_id or 0

@@ -3,7 +3,7 @@
 import functools
 import typing
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -11,7 +11,10 @@ from flax import nnx
 from jaxops.nn import Fp8Linear
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Recipe = Literal["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "blockwise_with_gw_hp"]
+if TYPE_CHECKING:
+    Recipe = str
+else:
+    Recipe = Literal[Fp8Linear.recipes]  # by which a configuration is checked
 Backend = Literal["auto", "pallas", "xla"]
 BACKENDS = typing.get_args(Backend)
 Attends = Literal["auto", "cudnn", "pallas", "xla"]  # backends of `jaxops.packed_attention`
@@ -33,12 +36,7 @@ class Precision(NamedTuple):
 PRECISIONS = {
     "float32": Precision("float32"),
     "bfloat16": Precision("bfloat16"),
-    "fp8-tensorwise": Precision("bfloat16", "tensorwise"),
-    "fp8-delayed": Precision("bfloat16", "delayed"),
-    "fp8-rowwise": Precision("bfloat16", "rowwise"),
-    "fp8-rowwise-with-gw-hp": Precision("bfloat16", "rowwise_with_gw_hp"),
-    "fp8-blockwise": Precision("bfloat16", "blockwise"),
-    "fp8-blockwise-with-gw-hp": Precision("bfloat16", "blockwise_with_gw_hp"),
+    **{f"fp8-{name.replace('_', '-')}": Precision("bfloat16", name) for name in Fp8Linear.recipes},
 }
 
 

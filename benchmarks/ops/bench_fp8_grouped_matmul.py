@@ -25,7 +25,7 @@ from benchmarks.harness.machine import cold
 from benchmarks.ops import fp8_products
 from benchmarks.peers.jax_passes import jaxops_passes
 from benchmarks.shapes import GroupedShape
-from jaxops.ops.fp8_matmul.operand import Operand, cols_of
+from jaxops.ops.fp8_matmul.operand import Operand, operand_of
 from jaxops.ops.fp8_matmul.plan import Plan, Problem
 from jaxops.ops.fp8_matmul.recipes import RECIPES
 
@@ -96,7 +96,8 @@ def jaxops_fp8(plan: Plan) -> Passes:
 
 def quantize_columns(lhs: jax.Array, dout: jax.Array, offsets: jax.Array) -> tuple[Operand, Operand]:
     """Both operands of wgrad."""
-    of = lambda name, x: cols_of(fp8_products.quantize_for(RECIPE, name, x, layouts="col", group_offsets=offsets))
+    options = {"layouts": "col", "group_offsets": offsets}
+    of = lambda name, x: operand_of(fp8_products.quantize_for(RECIPE, name, x, **options), "col")
     return of("x", lhs), of("dy", dout)
 
 

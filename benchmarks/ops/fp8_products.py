@@ -14,9 +14,9 @@ from jaxops._lib.numerics.fp8 import Quantized
 from jaxops._lib.planning.device import current_device
 from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
-from jaxops.ops.fp8_matmul.operand import Operand, cols_of, rows_of
+from jaxops.ops.fp8_matmul.operand import Operand, operand_of
 from jaxops.ops.fp8_matmul.plan import Plan, Problem, Tiles, candidates, make_plan
-from jaxops.ops.fp8_matmul.recipes import Recipe
+from jaxops.ops.fp8_matmul.recipes import SIDES, Recipe
 from jaxops.ops.fp8_matmul.xla import multiply_xla
 
 OP = "fp8_matmul"
@@ -70,11 +70,8 @@ def gemms(recipe: Recipe, passes: tuple[str, ...], plan: Plan) -> Callable[..., 
             if pass_name == "wgrad" and "wgrad" in recipe.half:
                 results["dw"] = lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
                 continue
-            a, b = {
-                "fwd": lambda: (rows_of(q["x"]), cols_of(q["w"])),
-                "dgrad": lambda: (rows_of(q["dy"]), rows_of(q["w"])),
-                "wgrad": lambda: (cols_of(q["x"]), cols_of(q["dy"])),
-            }[pass_name]()
+            tensors = {form: name for name, form in FORMATS.items()}
+            a, b = (operand_of(q[tensors[form]], layout) for form, layout in SIDES[pass_name])
             how = {"out_dtype": jnp.bfloat16, "fast": pass_name in recipe.fast}
             results[RESULTS[pass_name]] = multiply(a, b, tiles=getattr(plan, pass_name), **how)
         return results

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxops.nn.arguments import check_backend, check_columns, check_recipe, check_sizes
 from jaxops.nn.linear import LinearParameters
-from jaxops.ops.fp8_matmul import Plan, fp8_matmul
+from jaxops.ops.fp8_matmul import RECIPES, Plan, fp8_matmul
 
 E4M3_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -65,6 +65,8 @@ class AmaxHistory(nnx.Variable[jax.Array]):
 
 class Fp8Product(nnx.Module):
     """`jaxops.fp8_matmul` with its options, and the history of recipe "delayed"."""
+
+    recipes: ClassVar[tuple[str, ...]] = tuple(RECIPES)
 
     def __init__(
         self,
@@ -129,14 +131,14 @@ class Fp8Linear(Fp8Product, LinearParameters):
     Array([3., 0., 0., 0.], dtype=float32)
 
     Attributes:
+      recipes: the names of all recipes.
       kernel, bias: as in `flax.nnx.Linear`.
       amax_history: an `AmaxHistory` [2, history] with recipe "delayed", else None.
       use_running_average: whether amax_history is only read; `train()` and `eval()` set it.
 
     Args:
       in_features, out_features: sizes of the last axis of x and of the result.
-      recipe: "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise" or "blockwise_with_gw_hp", as in
-        `jaxops.fp8_matmul`.
+      recipe: one of `Fp8Linear.recipes`, as in `jaxops.fp8_matmul`.
       dtype: dtype of the result; promoted from x and the parameters by default. A wider kernel is rounded to it before
         it is quantized, and its gradient is computed in it, as by `flax.nnx.Linear`; x is quantized from its own dtype.
       use_bias, param_dtype, kernel_init, bias_init, rngs: as in `flax.nnx.Linear`.

@@ -1,5 +1,6 @@
 """The public functions, dense and over ragged groups, and their checks; product.py has the custom_vjp."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -209,6 +210,8 @@ def _run(operands: Operands, name: str, out_dtype, pow2_scales, quantize_lhs, ba
     problem = Problem(M, K, N, name, dtype, *groups, quantize_lhs=quantize_lhs)
     plan = make_plan(problem, device, tuned_rows("fp8_matmul", device), backend=backend, plan=plan)
     recipe = recipe.with_pow2_scales() if check_flag("pow2_scales", pow2_scales) else recipe
+    if not quantize_lhs:  # rhs, quantized, is all there is
+        recipe = dataclasses.replace(recipe, half=frozenset())
     spec = Spec(recipe, plan, dtype, jnp.dtype(rhs.dtype).name, out.name, quantize_lhs)
     return product(spec, operands)
 

@@ -1,6 +1,7 @@
 """What tools and tests ask of fp8_matmul."""
 
-from typing import Any, ClassVar, Literal
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,9 @@ from jaxops._lib.numerics.fp8 import Quantized
 from jaxops._lib.planning.description import Description, Function, Given, names
 from jaxops._lib.planning.device import current_device, runs_gluon
 from jaxops.ops.fp8_matmul.api import fp8_grouped_matmul, fp8_matmul
-from jaxops.ops.fp8_matmul.operand import cols_of, rows_of, unquantized
 from jaxops.ops.fp8_matmul.plan import PLANNER, Problem, make_plan
 from jaxops.ops.fp8_matmul.product import Spec, multiply
-from jaxops.ops.fp8_matmul.recipes import RECIPES
+from jaxops.ops.fp8_matmul.recipes import RECIPES, SIDES
 from jaxops.ops.grouped_matmul import ProductTuning, grouped_matmul
 from jaxops.ops.quantize import cast, dequantize
 
@@ -42,39 +42,29 @@ class _Tuning(ProductTuning):
 
     planner, problem, may_be_0 = PLANNER, Problem, ("G",)
     values = {"recipe": (tuple(RECIPES), ("tensorwise", "rowwise", "blockwise"))}  # noqa: RUF012
-    # The operands of each pass, and their layouts.
-    sides: ClassVar[dict[str, tuple[tuple[str, Literal["row", "col"]], ...]]] = {
-        "fwd": (("lhs", "row"), ("rhs", "col")),
-        "dgrad": (("dout", "row"), ("rhs", "row")),
-        "wgrad": (("lhs", "col"), ("dout", "col")),
-    }
 
     def kernels(self, problem, device) -> tuple[str, ...]:
         return ("triton",) if runs_gluon(device) and problem.quantize_lhs else ("pallas",)
 
     def passes(self, problem) -> tuple[str, ...]:
-        return super().passes(problem) if problem.quantize_lhs else ("fwd", "dgrad")  # rhs has no gradient
+        names = super().passes(problem) if problem.quantize_lhs else ("fwd", "dgrad")  # rhs has no gradient
+        return tuple(name for name in names if name not in RECIPES[problem.recipe].half)
 
     def operands(self, name, problem, tensors, offsets):
         both = []
-        for tensor, layout in self.sides[name]:
-            if tensor != "rhs" and not problem.quantize_lhs:
-                both.append(unquantized(tensors[tensor]))
-                continue
-            form = getattr(RECIPES[problem.recipe], tensor)
-            ragged = offsets if layout == "col" and tensor != "rhs" else None
-            both.append(cast(tensors[tensor], form, layout, group_offsets=ragged)[0])
+        for tensor, layout in SIDES[name]:
+            x = tensors[tensor]
+            if tensor == "rhs" or problem.quantize_lhs:
+                ragged = offsets if layout == "col" and tensor != "rhs" else None
+                x, _ = cast(x, RECIPES[problem.recipe].form(tensor), layout, group_offsets=ragged)
+            both.append(x)
         return *both, offsets
 
     def run(self, name, problem, plan, a, b, offsets):
         plan, dtype = make_plan(problem, current_device(), plan=plan), problem.dtype
-        spec = Spec(RECIPES[problem.recipe], plan, dtype, dtype, dtype)
-        layouts = {"row": rows_of, "col": cols_of}
-        a, b = (
-            layouts[layout](side) if isinstance(side, Quantized) else side
-            for side, (_, layout) in zip((a, b), self.sides[name], strict=True)
-        )
-        return multiply(spec, name, a, b, offsets, dtype, problem.M if name == "wgrad" else None)
+        recipe = dataclasses.replace(RECIPES[problem.recipe], half=frozenset())
+        spec = Spec(recipe, plan, dtype, dtype, dtype, problem.quantize_lhs)
+        return multiply(spec, name, a, b, offsets, problem.M if name == "wgrad" else None)
 
 
 _COMPARES = "beside a product that quantizes nothing: the errors are mostly FP8's rounding"

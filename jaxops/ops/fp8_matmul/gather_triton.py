@@ -48,14 +48,14 @@ def produce_gathered(
     t = gl.program_id(0)
     following = t + gl.num_programs(0)
     fetched = fetch_tile(t, tiles, schedule, entries, G, 0, N, BM, BN, PANEL, ROWS)
-    found = _tokens_of_rows(indices, fetched, BM)
+    tokens_of_tile = _tokens_of_rows(indices, fetched, BM)
     while t < tiles:
         later = following + gl.num_programs(0)
         if DYNAMIC:  # asked for now, needed after this tile's loads
             asked = start_fetch_add_of_warps(schedule + 5 * entries, GATHER_WARPS)
         group, row, end, col, _first, steps = place_tile(fetched, G, 0, K, ROWS)
         fetched = fetch_tile(following, tiles, schedule, entries, G, 0, N, BM, BN, PANEL, ROWS)
-        token = gl.minimum(gl.maximum(found, 0), T - 1)
+        token = gl.minimum(gl.maximum(tokens_of_tile, 0), T - 1)
         inside = gl.where(steps > 0, end - row, 0)
         first_col = gl.where(steps > 0, 0, gl.cdiv(K, BK) * BK)  # TMA boxes start at multiples of 16 bytes
         pointers = gl.convert_layout(token, gl.SliceLayout(1, BY_CHUNK)).to(gl.int64)[:, None] * width + cols + tokens
@@ -68,7 +68,7 @@ def produce_gathered(
         # that ran a whole round of stages ahead could make another one miss a phase.
         for k in range(max(steps, 1)):
             if k + 1 >= steps:  # by now it is known where the next tile's rows start
-                found = _tokens_of_rows(indices, fetched, BM)
+                tokens_of_tile = _tokens_of_rows(indices, fetched, BM)
             mbarrier.wait(empty.index(s), phase)
             mbarrier.expect(full.index(s), 2 * b_desc.nbytes_per_cta)
             for i in gl.static_range(2):

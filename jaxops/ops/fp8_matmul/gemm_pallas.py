@@ -100,8 +100,8 @@ class Side:
             index = (jnp.minimum(self.first // BLOCK, self.scales_ref.shape[-2] - 1), k)
         else:
             index = (self.rows // BLOCK, k)
-        found = plgpu.load(self.scales_ref.at[(*self.stack, *index)])
-        return jnp.expand_dims(found, 1 - self.axis) if found.ndim else found
+        scales = plgpu.load(self.scales_ref.at[(*self.stack, *index)])
+        return jnp.expand_dims(scales, 1 - self.axis) if scales.ndim else scales
 
 
 def _converted(values: jax.Array, dtype: Any) -> jax.Array:
@@ -223,17 +223,17 @@ def multiply_pallas(
     interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """As `multiply_xla`; fast has no effect."""
-    how = {"out_dtype": out_dtype, "tiles": tiles, "interpret": interpret}
+    options = {"out_dtype": out_dtype, "tiles": tiles, "interpret": interpret}
     (M, _), N = a.values.shape, b.values.shape[-2]
     num_i, num_j = pl.cdiv(M, tiles.bm), pl.cdiv(N, tiles.bn)
     if offsets is None:
-        return _launch(None, a, b, shape=(M, N), programs=num_i * num_j, **how)
+        return _launch(None, a, b, shape=(M, N), programs=num_i * num_j, **options)
     G = offsets.shape[0] - 1
     if length is not None:
         schedule = schedule_groups(offsets, length, interpret)
-        return _launch(schedule, a, b, length=length, shape=(G, M, N), programs=G * num_i * num_j, **how)
+        return _launch(schedule, a, b, length=length, shape=(G, M, N), programs=G * num_i * num_j, **options)
     work, programs = work_of_rows(offsets, M, tiles.bm, interpret), tile_bound(M, G, tiles.bm) * num_j
-    return _launch(work, a, b, shape=(M, N), programs=programs, **how)
+    return _launch(work, a, b, shape=(M, N), programs=programs, **options)
 
 
 @traced_once("length", "shape", "programs", "out_dtype", "tiles", "interpret")
@@ -244,20 +244,20 @@ def _launch(
     """work: of rows, None without groups; or of groups. shape: of the result, [M, N], or [G, M, N] of a ragged
     contraction, over `length` rows."""
     scales = [x.scales[..., None] if x.scaling == "tensorwise" else x.scales for x in (a, b)]
-    how: dict[str, Any] = {"tiles": tiles, "scalings": (a.scaling, b.scaling)}
+    static: dict[str, Any] = {"tiles": tiles, "scalings": (a.scaling, b.scaling)}
     out, grid, split = out_struct(shape, out_dtype, like=a.values), (programs,), tiles.split
     if len(shape) == 3:
-        kernel, name, split = functools.partial(_contraction_kernel, **how), "fp8_matmul_contraction", 1
+        kernel, name, split = functools.partial(_contraction_kernel, **static), "fp8_matmul_contraction", 1
     else:
         num_i, G = programs // pl.cdiv(shape[1], tiles.bn), None if work is None else b.values.shape[0]
-        how |= {"G": G, "num_i": num_i, "cast": a.cast, "interpret": interpret}
-        kernel, name = functools.partial(_rows_kernel, **how), "fp8_matmul_rows"
+        static |= {"G": G, "num_i": num_i, "cast": a.cast, "interpret": interpret}
+        kernel, name = functools.partial(_rows_kernel, **static), "fp8_matmul_rows"
     if split > 1:
         out, grid = out_struct((split, *shape), jnp.float32, like=a.values), (programs, split)
-    found = launch(
+    result = launch(
         kernel, *([] if work is None else [work]), a.values, scales[0], b.values, scales[1], out=out,
         grid=grid, warps=tiles.warps, stages=tiles.stages, interpret=interpret, name=name,
         flops=2 * shape[-2] * shape[-1] * (length or a.values.shape[1]),
         bytes_accessed=bytes_of_columns(a, b, length) + bytes_of(work, out) if length else None,
     )  # fmt: skip
-    return found if split == 1 else sum_of_parts(found).astype(out_dtype)
+    return result if split == 1 else sum_of_parts(result).astype(out_dtype)

@@ -263,6 +263,20 @@ def fp8_gemm_kernel(
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
+def value_boxes(values: jax.Array, rows: int) -> TensorDescriptor:
+    """Boxes of rows and a K step of an operand, whose stacks lie one below the other."""
+    layout = tile_layout(values.dtype, (64, BK.value))
+    return TensorDescriptor.from_array(
+        pad_to_16_bytes(values.reshape(-1, values.shape[-1])), (rows, BK.value), layout=layout
+    )
+
+
+def scale_boxes(scales: jax.Array, rows: int) -> TensorDescriptor:
+    """Boxes of the scales of rows in a K step."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor.from_array(pad_to_16_bytes(scales), (1, rows), layout=layout)
+
+
 def multiply_triton(
     a: Operand, b: Operand, offsets=None, *, length: int | None = None, out_dtype, fast: bool,
     tiles: Tiles, cores: int,
@@ -287,17 +301,10 @@ def multiply_triton(
         schedule, entries = schedule_groups(offsets, length)
     tile_count, contraction = num_i * -(-N // bn), kind is CONTRACTION
 
-    def descriptor(x: jax.Array, box: tuple[int, int], layout) -> TensorDescriptor:
-        return TensorDescriptor.from_array(pad_to_16_bytes(x), box, layout=layout)
-
-    values = [
-        descriptor(x.values.reshape(-1, K), (rows, 128), tile_layout(x.values.dtype, (64, 128)))
-        for x, rows in ((a, 64), (b, bn))
-    ]
-    sa, sb = a.scales, b.scales
+    values, sa, sb = [value_boxes(a.values, 64), value_boxes(b.values, bn)], a.scales, b.scales
     if scales >= BLOCK.value:
-        sa = descriptor(sa, (1, 128 if kind is ROWS else 64), SCALES_LAYOUT)
-    sb = descriptor(sb, (1, bn), SCALES_LAYOUT) if scales == OUTER.value else sb.reshape(-1)
+        sa = scale_boxes(sa, 128 if kind is ROWS else 64)
+    sb = scale_boxes(sb, bn) if scales == OUTER.value else sb.reshape(-1)
     out_type = out_struct((G * M if contraction else M, N), out_dtype, like=a.values)
     itemsize = jnp.dtype(out_dtype).itemsize
     columns = tiles.stored(itemsize)
@@ -321,6 +328,3 @@ def multiply_triton(
 def scales_of(a: Operand, b: Operand) -> int:
     blocks = OUTER if b.scaling == "block_1x128" else BLOCK
     return {"tensorwise": TENSOR, "rowwise": VECTOR, "block_1x128": blocks}[a.scaling].value
-
-
-SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

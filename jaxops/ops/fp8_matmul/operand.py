@@ -1,6 +1,7 @@
 """One side of an FP8 product, and how it is made from a `Quantized` tensor."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,7 @@ class Operand:
 
     Attributes:
       values: [rows, K] float8, or a stack [G, rows, K].
-      scales: float32; a stack's have a leading G.
-        tensorwise: []. rowwise: [rows]. block_1x128: [cdiv(K, 128), rows]. block_128x128: [cdiv(rows, 128), cdiv(K,
-          128)].
+      scales: as those of a `Quantized` for its `values`; a stack's have a leading G.
       scaling: one of the four.
       cast: values are not FP8 yet, and scales unused: the product casts rows to this format of 1x128 blocks.
     """
@@ -43,20 +42,13 @@ def shape_of(x: jax.Array | Quantized) -> tuple[int, ...]:
     return *stack, M, K
 
 
-def rows_of(q: Quantized) -> Operand:
-    """The rows of an [M, K] tensor as the operand's rows: K is contracted."""
-    return _operand(q, (q.values, q.scales), (q.values_t, q.scales_t), "row")
-
-
-def cols_of(q: Quantized) -> Operand:
-    """The columns of an [M, K] tensor as the operand's rows: M is contracted."""
-    return _operand(q, (q.values_t, q.scales_t), (q.values, q.scales), "column")
-
-
-def _operand(q: Quantized, layout: tuple, other: tuple, name: str) -> Operand:
-    values, scales = layout
+def operand_of(q: Quantized, layout: Literal["row", "col"]) -> Operand:
+    """The rows of a tensor [M, K] as the operand's rows, K being contracted; or with "col" its columns."""
+    layouts: dict[str, tuple] = {"row": (q.values, q.scales), "col": (q.values_t, q.scales_t)}
+    (values, scales), other = layouts[layout], layouts["col" if layout == "row" else "row"]
     if values is None:
         if q.scaling not in TRANSPOSABLE or other[0] is None:
+            name = {"row": "row", "col": "column"}[layout]
             raise ValueError(
                 f"the quantized tensor has no {name} layout, and {q.scaling} scales are not those of its transpose: "
                 "quantize it with layouts='both'."
@@ -66,21 +58,16 @@ def _operand(q: Quantized, layout: tuple, other: tuple, name: str) -> Operand:
     return Operand(values, scales, q.scaling)
 
 
-def bytes_of_columns(a: Operand, b: Operand, columns: int) -> int:
-    """Bytes of so many columns of both operands, and of their scales: a ragged contraction reads no more of the columns
-    that the operands have for groups' padding."""
-    return bytes_of(a.values, a.scales, b.values, b.scales) * columns // a.values.shape[1]
-
-
 def unquantized(x: jax.Array) -> Operand:
     """x [rows, K] as it is, float32 as bfloat16: a product converts the other operand, whose FP8 values are exact in
     both half precisions."""
     return Operand(x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, jnp.ones((), jnp.float32), "tensorwise")
 
 
-def cast_in_product(x: jax.Array, form: Format) -> Operand:
-    """x [rows, K], which the product casts in blocks of 1x128."""
-    return Operand(x, jnp.ones(1, jnp.float32), form.scaling, form)
+def bytes_of_columns(a: Operand, b: Operand, columns: int) -> int:
+    """Bytes of so many columns of both operands, and of their scales: a ragged contraction reads no more of the columns
+    that the operands have for groups' padding."""
+    return bytes_of(a.values, a.scales, b.values, b.scales) * columns // a.values.shape[1]
 
 
 def dequantize_operand(operand: Operand) -> jax.Array:

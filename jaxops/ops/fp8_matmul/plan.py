@@ -121,8 +121,10 @@ class Problem:
 
 
 def _key(pass_name: str, *, M: int, K: int, N: int, G: int, recipe: str, quantize_lhs: bool = True, **_: Any) -> tuple:
-    """Sizes count up to the next power of two, so that a new sequence length needs no new tuning."""
-    return pass_name, recipe, *(power_of_2(size) for size in (M, K, N, G)), quantize_lhs
+    """Sizes count up to the next power of two, so that a new sequence length needs no new tuning. Recipes with the same
+    products share rows."""
+    sizes = (power_of_2(size) for size in (M, K, N, G))
+    return pass_name, *RECIPES[recipe].kernel(pass_name), *sizes, quantize_lhs
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,12 @@ from jaxops._lib.arrays.differentiable import differentiable
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.numerics.fp8 import AMAX_MAX, Quantized, magnitudes
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
-from jaxops.ops.fp8_matmul.operand import Operand, cast_in_product, cols_of, rows_of, shape_of, unquantized
+from jaxops.ops.fp8_matmul.operand import Operand, operand_of, shape_of, unquantized
 from jaxops.ops.fp8_matmul.plan import Plan
-from jaxops.ops.fp8_matmul.recipes import Recipe
+from jaxops.ops.fp8_matmul.recipes import SIDES, Recipe
 from jaxops.ops.fp8_matmul.xla import multiply_xla
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad
-from jaxops.ops.quantize import Format, cast
+from jaxops.ops.quantize import cast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +36,15 @@ class Spec:
     out_dtype: str
     quantize_lhs: bool = True
 
-    def in_fp8(self, gradient: str) -> bool:
-        """Whether a gradient, "dgrad" or "wgrad", is a product in FP8. (Without quantize_lhs rhs, quantized, is all
-        there is.)"""
-        return gradient not in self.recipe.half or not self.quantize_lhs
+    @property
+    def half_precision(self) -> str:
+        """In which unquantized operands are multiplied."""
+        return "bfloat16" if self.lhs_dtype == "float32" else self.lhs_dtype
+
+    def casts_inside(self, pass_name: str) -> bool:
+        """Whether a product casts its rows, if they are not quantized, in its launch."""
+        tiles = getattr(self.plan, pass_name)
+        return self.quantize_lhs and tiles is not None and tiles.cast_lhs
 
 
 class Operands(NamedTuple):
@@ -60,11 +66,11 @@ class Operands(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """What the backward reads; None where that gradient is not needed.
+    """What the backward reads, each by `_saved`; None where that gradient is not needed.
 
     Attributes:
-      lhs: for the gradient of rhs: see `_saved_lhs`; or lhs itself where the forward's product has cast it.
-      rhs: for the gradient of lhs: see `_saved_rhs`.
+      lhs: for the gradient of rhs.
+      rhs: for the gradient of lhs.
       offsets: [G + 1] int32, or None.
     """
 
@@ -73,30 +79,64 @@ class _Residuals(NamedTuple):
     offsets: jax.Array | None = None
 
 
-def _cast(spec: Spec, x, form: Format, layouts, offsets=None, amax=None) -> tuple[Quantized, jax.Array | None]:
-    """(x quantized, its largest magnitude now where it is scaled by an earlier amax). A Quantized x is not cast."""
-    if isinstance(x, Quantized):
+def _cast(spec: Spec, tensor: str, x, passes: Iterable[str], offsets=None, amax=None) -> tuple[Any, Any]:
+    """(x in the layouts that these passes read, its largest magnitude now where it is scaled by an earlier amax). A
+    Quantized x is not cast, nor is one that no pass reads in FP8."""
+    layouts = spec.recipe.layouts(tensor, passes)
+    if isinstance(x, Quantized) or layouts == "none":
         return x, amax
     backend, measure = "xla" if spec.plan.backend == "xla" else "pallas", amax is not None
+    form = spec.recipe.form(tensor)
     return cast(x, form, layouts, group_offsets=offsets, amax=amax, measure=measure, backend=backend)
 
 
-def multiply(spec: Spec, pass_name: str, a: Operand, b: Operand, offsets, out_dtype: str, length: int | None = None):
-    """A @ B.T by the plan's kernel. length: rows of the ragged tensors whose column layouts a and b are."""
-    tiles = getattr(spec.plan, pass_name)
-    how: dict = {"out_dtype": jnp.dtype(out_dtype), "fast": pass_name in spec.recipe.fast, "length": length}
+def multiply(spec: Spec, pass_name: str, a, b, offsets, length: int | None = None) -> jax.Array:
+    """The product of a pass, by the plan's kernel; in half precision where the recipe says so.
+
+    Args:
+      a, b: its operands, see `SIDES`: Quantized, with the layout that it reads. Arrays in half precision; an array a
+        where the product casts its rows, or multiplies rows that are not quantized.
+      length: of "wgrad" over groups, rows of the ragged tensors whose column layouts a and b are.
+    """
+    out = jnp.dtype({"fwd": spec.out_dtype, "dgrad": spec.lhs_dtype, "wgrad": spec.rhs_dtype}[pass_name])
+    if pass_name in spec.recipe.half:
+        return _multiply_half(spec, pass_name, a, b, offsets, out)
+    tiles, (side, other) = getattr(spec.plan, pass_name), SIDES[pass_name]
+    if isinstance(a, Quantized):
+        a = operand_of(a, side[1])
+    elif spec.casts_inside(pass_name):
+        form = spec.recipe.form(side[0])
+        a = Operand(a, jnp.ones(1, jnp.float32), form.scaling, form)
+    else:
+        a = unquantized(a)
+    b = operand_of(b, other[1])
+    options: dict[str, Any] = {"out_dtype": out, "fast": pass_name in spec.recipe.fast, "length": length}
     if tiles is None or tiles.kernel == "xla":
-        return multiply_xla(a, b, offsets, **how)
+        return multiply_xla(a, b, offsets, **options)
     if tiles.kernel == "pallas":
-        return multiply_pallas(a, b, offsets, **how, tiles=tiles, interpret=spec.plan.on.interpret)
+        return multiply_pallas(a, b, offsets, **options, tiles=tiles, interpret=spec.plan.on.interpret)
     from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton  # jax-triton needs Python >= 3.12
 
-    kernel = functools.partial(multiply_triton, **how, tiles=tiles, cores=spec.plan.on.cores)
+    kernel = functools.partial(multiply_triton, **options, tiles=tiles, cores=spec.plan.on.cores)
     return sequential_vmap(kernel)(a, b, offsets)  # a jax-triton call has no batching rule
 
 
+def _multiply_half(spec: Spec, pass_name: str, a: jax.Array, b: jax.Array, offsets, out: jnp.dtype) -> jax.Array:
+    """A gradient in bfloat16, or in lhs's half precision."""
+    a, b = a.astype(spec.half_precision), b.astype(spec.half_precision)
+    if offsets is None:
+        accumulated, axis = out if out == a.dtype else jnp.dtype("float32"), 0 if pass_name == "wgrad" else 1
+        contracted = (((axis,), (axis,)), ((), ()))
+        return lax.dot_general(a, b, contracted, preferred_element_type=accumulated).astype(out)
+    # On Hopper "auto" takes grouped_matmul's Gluon kernels where they have the shape.
+    backend = "auto" if spec.plan.backend == "triton" else spec.plan.backend
+    if pass_name == "wgrad":
+        return grouped_wgrad(a, b, offsets, out_dtype=out, backend=backend)
+    return grouped_matmul(a, b, offsets, transpose_rhs=True, out_dtype=out, backend=backend)
+
+
 def multiply_unit(
-    spec: Spec, a: Operand, b: Operand, offsets: jax.Array, activation: str, save: bool,
+    spec: Spec, a: Quantized, b: Quantized, offsets: jax.Array, activation: str, save: bool,
     indices: jax.Array | None = None,
 ) -> tuple[Quantized, jax.Array | None]:  # fmt: skip
     """A gated unit and its cast, in one kernel with the product: see `takes_unit`.
@@ -106,7 +146,7 @@ def multiply_unit(
 
     Args:
       a: [M, K] in blocks of 1x128; with indices an array [T, K] from which the kernel gathers its rows.
-      b: [G, 2 * F, K] in blocks of 128x128: the weights of gate, then of up.
+      b: [G, K, 2 * F] in blocks of 128x128: the weights of gate, then of up.
       save: whether the product is a result, too.
       indices: [M] int32, the number in a of each row, clamped to [0, T).
 
@@ -115,9 +155,10 @@ def multiply_unit(
     """
     from jaxops.ops.fp8_matmul.unit_triton import unit_triton  # jax-triton needs Python >= 3.12
 
-    how: dict = {"activation": activation, "pow2": spec.recipe.lhs.pow2, "save": save}
-    kernel = functools.partial(unit_triton, **how, tiles=spec.plan.fwd, cores=spec.plan.on.cores)
-    values, scales, *product = sequential_vmap(kernel)(a, b, offsets, indices)
+    options: dict = {"activation": activation, "pow2": spec.recipe.lhs.pow2, "save": save}
+    kernel = functools.partial(unit_triton, **options, tiles=spec.plan.fwd, cores=spec.plan.on.cores)
+    rows, columns = operand_of(a, "row"), operand_of(b, "col")
+    values, scales, *product = sequential_vmap(kernel)(rows, columns, offsets, indices)
     h = Quantized(values, scales, scaling="block_1x128", dtype="bfloat16", group_offsets=offsets)
     return h, product[0] if save else None
 
@@ -125,58 +166,44 @@ def multiply_unit(
 def _forward(spec: Spec, operands: Operands, dlhs: bool, drhs: bool):
     """((result, measured magnitudes), residuals). dlhs, drhs: which gradients are needed."""
     lhs, rhs, rhs_quantized, amax, offsets = operands
-    recipe, (M, K), N = spec.recipe, shape_of(lhs), shape_of(rhs)[-1]
+    (M, K), N = shape_of(lhs), shape_of(rhs)[-1]
+    read_rhs = rhs if rhs_quantized is None else rhs_quantized
     lhs_amax, rhs_amax = amax or (None, None)
     if 0 in (M, K, N, *shape_of(rhs)):  # empty sums; without residuals, the gradients are zeros
         measured = amax and tuple(
             given if isinstance(x, Quantized) else jnp.minimum(jnp.max(magnitudes(x), initial=0.0), AMAX_MAX)
-            for x, given in zip((lhs, rhs if rhs_quantized is None else rhs_quantized), amax, strict=True)
+            for x, given in zip((lhs, read_rhs), amax, strict=True)
         )
         return (jnp.zeros((M, N), spec.out_dtype), measured), _Residuals()
-    layouts = "both" if dlhs and spec.in_fp8("dgrad") else "col"
-    rhs_q, rhs_amax = _cast(spec, rhs if rhs_quantized is None else rhs_quantized, recipe.rhs, layouts, None, rhs_amax)
-    saved_rhs = _saved_rhs(spec, rhs, rhs_q) if dlhs else None
-    by, measured = cols_of(rhs_q), None
-    if not spec.quantize_lhs and not isinstance(lhs, Quantized):
-        rows, saved_lhs = unquantized(lhs), None
-    elif _casts_itself(lhs, spec, "fwd"):
-        rows = cast_in_product(lhs, recipe.lhs)
-        saved_lhs = lhs.astype(_half_precision(spec)) if "wgrad" in recipe.half else lhs
-    else:
-        layouts = "both" if drhs and spec.in_fp8("wgrad") else "row"
-        lhs_q, lhs_amax = _cast(spec, lhs, recipe.lhs, layouts, offsets, lhs_amax)
-        rows, measured = rows_of(lhs_q), amax and (lhs_amax, rhs_amax)
-        saved_lhs = _saved_lhs(spec, lhs, lhs_q, offsets) if drhs else None
-    out = multiply(spec, "fwd", rows, by, offsets, spec.out_dtype)
-    return (out, measured), _Residuals(saved_lhs if drhs else None, saved_rhs, offsets)
+    passes, rows = ("fwd", *["dgrad"] * dlhs, *["wgrad"] * drhs), lhs
+    columns, rhs_amax = _cast(spec, "rhs", read_rhs, passes, None, rhs_amax)
+    saved_rhs = _saved(spec, "rhs", rhs, columns, offsets) if dlhs else None
+    if spec.quantize_lhs and not spec.casts_inside("fwd"):
+        rows, lhs_amax = _cast(spec, "lhs", lhs, passes, offsets, lhs_amax)
+    saved_lhs = _saved(spec, "lhs", lhs, rows, offsets) if drhs else None
+    out = multiply(spec, "fwd", rows, columns, offsets)
+    return (out, amax and (lhs_amax, rhs_amax)), _Residuals(saved_lhs, saved_rhs, offsets)
 
 
-def _casts_itself(x, spec: Spec, pass_name: str) -> TypeGuard[jax.Array]:
-    """Whether a product casts its rows in its launch."""
-    tiles = getattr(spec.plan, pass_name)
-    return tiles is not None and tiles.cast_lhs and not isinstance(x, Quantized)
-
-
-def _saved_rhs(spec: Spec, rhs, rhs_q: Quantized):
-    """What the gradient of lhs reads: rhs's row layout, or the layout from which it is made; or rhs."""
-    if spec.in_fp8("dgrad"):
-        return rhs_q if rhs_q.values is None else dataclasses.replace(rhs_q, values_t=None, scales_t=None)
-    if isinstance(rhs, Quantized):
-        raise NotImplementedError(f"{spec.recipe.name!r} multiplies the unquantized rhs for dlhs: pass the array.")
-    return rhs.astype(_half_precision(spec))
-
-
-def _saved_lhs(spec: Spec, lhs, lhs_q: Quantized, offsets):
-    """What the gradient of rhs reads: lhs's column layout; or lhs."""
-    if not spec.in_fp8("wgrad"):
-        if isinstance(lhs, Quantized):
-            raise NotImplementedError(f"{spec.recipe.name!r} multiplies the unquantized lhs for drhs: pass the array.")
-        return lhs.astype(_half_precision(spec))
-    if lhs_q.values_t is None or (lhs_q.group_offsets is None) != (offsets is None):
+def _saved(spec: Spec, tensor: str, x, cast_x, offsets) -> Any:
+    """What the gradient of the other operand reads of this one: the layout of its product, or the one from which that
+    is made; in half precision x. An lhs that the forward's product has cast is cast again."""
+    recipe = spec.recipe
+    if ("dgrad" if tensor == "rhs" else "wgrad") in recipe.half:
+        if isinstance(x, Quantized):
+            gradient = "dlhs" if tensor == "rhs" else "drhs"
+            hint = f"{recipe.name!r} multiplies the unquantized {tensor} for {gradient}: pass the array."
+            raise NotImplementedError(hint)
+        return x.astype(spec.half_precision)
+    if not isinstance(cast_x, Quantized):
+        return cast_x
+    if tensor == "rhs":
+        return cast_x if cast_x.values is None else dataclasses.replace(cast_x, values_t=None, scales_t=None)
+    if cast_x.values_t is None or (cast_x.group_offsets is None) != (offsets is None):
         ragged = "" if offsets is None else " and group_offsets"
         needed = f"pass the array, or lhs quantized with layouts='both'{ragged}"
         raise NotImplementedError(f"the gradient of rhs needs lhs' column layout too: {needed}.")
-    return dataclasses.replace(lhs_q, values=None, scales=None)
+    return dataclasses.replace(cast_x, values=None, scales=None)
 
 
 def product(spec: Spec, operands: Operands) -> Any:
@@ -221,58 +248,19 @@ def _product_bwd(spec: Spec, saved: _Residuals, cotangents):
     needs_dlhs, needs_drhs = saved.rhs is not None, saved.lhs is not None
     if isinstance(dout, SymbolicZero) or not (needs_dlhs or needs_drhs):
         return (None,)
-    recipe, offsets, dlhs, drhs, dout_q = spec.recipe, saved.offsets, None, None, None
-    inside = _casts_itself(dout, spec, "dgrad")
-    layouts = recipe.layouts(needs_dlhs and not inside, needs_drhs)
-    if spec.quantize_lhs and layouts != "none":
-        dout_q: Any = _cast(spec, dout, recipe.dout, layouts, offsets)[0]
-    if needs_dlhs and not spec.in_fp8("dgrad"):
-        dlhs = half_precision_dgrad(spec, saved.rhs, dout, offsets)
-    elif needs_dlhs:
-        if not spec.quantize_lhs:
-            rows = unquantized(dout)
-        elif inside:
-            rows = cast_in_product(dout, recipe.dout)
-        else:
-            rows = rows_of(dout_q)
-        dlhs = multiply(spec, "dgrad", rows, rows_of(saved.rhs), offsets, spec.lhs_dtype)
-    if needs_drhs and not spec.in_fp8("wgrad"):
-        drhs = half_precision_wgrad(spec, saved.lhs, dout, offsets)
-    elif needs_drhs:
-        lhs_q, _ = _cast(spec, saved.lhs, recipe.lhs, "col", offsets)
-        drhs = multiply(spec, "wgrad", cols_of(lhs_q), cols_of(dout_q), offsets, spec.rhs_dtype, dout.shape[0])
+    # What reads an array: products in half precision or of rows that are not quantized, and one that casts its rows.
+    arrays = spec.recipe.half | {"dgrad"} if spec.casts_inside("dgrad") else spec.recipe.half
+    passes = [*["dgrad"] * needs_dlhs, *["wgrad"] * needs_drhs]
+    offsets, dout_q = saved.offsets, dout
+    if spec.quantize_lhs:
+        dout_q, _ = _cast(spec, "dout", dout, [name for name in passes if name not in arrays], offsets)
+    dlhs = drhs = None
+    if needs_dlhs:
+        dlhs = multiply(spec, "dgrad", dout if "dgrad" in arrays else dout_q, saved.rhs, offsets)
+    if needs_drhs:
+        lhs = _cast(spec, "lhs", saved.lhs, ["wgrad"], offsets)[0]
+        drhs = multiply(spec, "wgrad", lhs, dout if "wgrad" in arrays else dout_q, offsets, dout.shape[0])
     return (Operands(dlhs, drhs),)
-
-
-def _half_precision(spec: Spec) -> str:
-    return "bfloat16" if spec.lhs_dtype == "float32" else spec.lhs_dtype
-
-
-def _half_backend(spec: Spec) -> str:
-    """On Hopper "auto" takes grouped_matmul's Gluon kernels where they have the shape."""
-    return "auto" if spec.plan.backend == "triton" else spec.plan.backend
-
-
-def half_precision_wgrad(spec: Spec, lhs: jax.Array, dout: jax.Array, offsets) -> jax.Array:
-    """The gradient of rhs in bfloat16, or in lhs's half precision."""
-    lhs, dout, out = lhs.astype(_half_precision(spec)), dout.astype(_half_precision(spec)), jnp.dtype(spec.rhs_dtype)
-    if offsets is not None:
-        return grouped_wgrad(lhs, dout, offsets, out_dtype=out, backend=_half_backend(spec))
-    return _dot(lhs, dout, 0, out)
-
-
-def half_precision_dgrad(spec: Spec, rhs: jax.Array, dout: jax.Array, offsets) -> jax.Array:
-    """The gradient of lhs in bfloat16, or in lhs's half precision."""
-    rhs, dout, out = rhs.astype(_half_precision(spec)), dout.astype(_half_precision(spec)), jnp.dtype(spec.lhs_dtype)
-    if offsets is not None:
-        how: dict = {"transpose_rhs": True, "out_dtype": out, "backend": _half_backend(spec)}
-        return grouped_matmul(dout, rhs, offsets, **how)
-    return _dot(dout, rhs, 1, out)
-
-
-def _dot(a: jax.Array, b: jax.Array, axis: int, out: jnp.dtype) -> jax.Array:
-    accumulated = out if out == a.dtype else jnp.dtype("float32")
-    return lax.dot_general(a, b, (((axis,), (axis,)), ((), ())), preferred_element_type=accumulated).astype(out)
 
 
 _product = differentiable(_product_forward, _product_fwd, _product_bwd, static=1, symbolic_zeros=True)

@@ -3,9 +3,17 @@ that it changes from there.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 from jaxops.ops.quantize import Format
+
+# The operands of each product, and the layout of each that it reads: its last axis is contracted.
+SIDES: dict[str, tuple[tuple[str, Literal["row", "col"]], ...]] = {
+    "fwd": (("lhs", "row"), ("rhs", "col")),
+    "dgrad": (("dout", "row"), ("rhs", "row")),
+    "wgrad": (("lhs", "col"), ("dout", "col")),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,17 +38,22 @@ class Recipe:
 
     def with_pow2_scales(self) -> "Recipe":
         """The same with scales that are powers of two."""
-        forms = {name: dataclasses.replace(getattr(self, name), pow2=True) for name in ("lhs", "rhs", "dout")}
+        forms = {name: dataclasses.replace(self.form(name), pow2=True) for name in ("lhs", "rhs", "dout")}
         return dataclasses.replace(self, **forms)
 
-    def layouts(self, dgrad: bool, wgrad: bool) -> Literal["row", "col", "both", "none"]:
-        """The layouts of the cotangent that its products in FP8 read.
+    def form(self, tensor: str) -> Format:
+        """Of "lhs", "rhs" or "dout"."""
+        return getattr(self, tensor)
 
-        Args:
-          dgrad, wgrad: which gradients are needed.
-        """
-        row, col = dgrad and "dgrad" not in self.half, wgrad and "wgrad" not in self.half
-        return "both" if row and col else "row" if row else "col" if col else "none"
+    def layouts(self, tensor: str, passes: Iterable[str]) -> Literal["row", "col", "both", "none"]:
+        """The layouts of a tensor that these passes, as far as they are products in FP8, read."""
+        read = {layout for name in passes if name not in self.half for x, layout in SIDES[name] if x == tensor}
+        return "both" if len(read) == 2 else "row" if "row" in read else "col" if read else "none"
+
+    def kernel(self, name: str) -> tuple:
+        """What a pass's kernel depends on: the formats of its operands, and whether sums stay in the tensor core."""
+        forms = (self.form(tensor) for tensor, _ in SIDES[name])
+        return *((form.scaling, form.dtype) for form in forms), name in self.fast
 
 
 _TENSOR, _ROW, _BLOCK = Format("tensorwise"), Format("rowwise"), Format("block_1x128")

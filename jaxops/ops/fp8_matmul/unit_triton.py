@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jaxops._lib.arrays.manual_axes import out_struct
 from jaxops._lib.gluon.activations_triton import activate_as_pallas, round_pairs, widen_pairs
 from jaxops._lib.gluon.gemm_triton import GATHER_WARPS, advance
-from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
+from jaxops._lib.gluon.launch_triton import OutTile, Scratch, triton_call
 from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.schedule_triton import schedule_rows
 from jaxops._lib.gluon.stores_triton import pad_to_16_bytes, split_columns, store, store_tile, tile_layout
@@ -34,10 +34,10 @@ from jaxops._lib.gluon.tile_scheduler_triton import opaque, read_tile
 from jaxops._lib.numerics import fp8
 from jaxops._lib.ragged.tiling import tile_bound
 from jaxops.ops.fp8_matmul.gather_triton import produce_gathered
-from jaxops.ops.fp8_matmul.gemm_triton import SCALES_LAYOUT, load_row_scales, promote
+from jaxops.ops.fp8_matmul.gemm_triton import load_row_scales, promote, scale_boxes, value_boxes
 from jaxops.ops.fp8_matmul.operand import Operand
 from jaxops.ops.fp8_matmul.plan import Tiles
-from jaxops.ops.fp8_matmul.produce_triton import BK, BLOCK, ROWS, ROWS_OF_ONE, make_stages, produce
+from jaxops.ops.fp8_matmul.produce_triton import BLOCK, ROWS, ROWS_OF_ONE, make_stages, produce
 
 BM, BN = gl.constexpr(128), gl.constexpr(128)  # rows, and columns of gate and as many of up, of a tile
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
@@ -274,22 +274,15 @@ def unit_triton(
     tile_count = tile_bound(M, G, BM.value) * (F // BN.value)
     a = dataclasses.replace(a, values=pad_to_16_bytes(a.values))
 
-    def descriptor(x: jax.Array, box: tuple[int, int], layout) -> TensorDescriptor:
-        return TensorDescriptor.from_array(pad_to_16_bytes(x), box, layout=layout)
-
-    def matrix(x: jax.Array, rows: int) -> TensorDescriptor:
-        return descriptor(x.reshape(-1, x.shape[-1]), (rows, BK.value), tile_layout(dtype, (64, BK.value)))
-
     rows, scales = a.values, a.scales
     if indices is None:
-        rows = matrix(a.values, ROWS_OF_ONE.value)
-        scales = descriptor(a.scales, (1, 2 * ROWS_OF_ONE.value), SCALES_LAYOUT)
+        rows, scales = value_boxes(rows, ROWS_OF_ONE.value), scale_boxes(scales, 2 * ROWS_OF_ONE.value)
     like, half = a.values, (ROWS_OF_ONE.value, BN.value // 2)
     results = [out_struct((M, F), dtype, like=like), out_struct((F // fp8.BLOCK, M), jnp.float32, like=like)]
     results += [out_struct((M, N), jnp.bfloat16, like=like)] * save
     h_block = (ROWS_OF_ONE.value, BN.value)
     return triton_call(
-        rows, matrix(b.values, BN.value), scales, b.scales.reshape(-1), indices,
+        rows, value_boxes(b.values, BN.value), scales, b.scales.reshape(-1), indices,
         Scratch(schedule) if tiles.dynamic else schedule,
         OutTile(h_block, tile_layout(dtype, h_block)),
         OutTile(half, tile_layout(jnp.bfloat16, half), result=2) if save else None,

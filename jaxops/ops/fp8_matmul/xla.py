@@ -26,11 +26,11 @@ def multiply_xla(
       fast: with tensorwise or rowwise scales, on a GPU: cuBLASLt may accumulate in about 14 bits.
     """
     if offsets is not None:
-        how = {"precision": HIGHEST, "out_dtype": out_dtype, "backend": "xla"}
+        options = {"precision": HIGHEST, "out_dtype": out_dtype, "backend": "xla"}
         if length is None:
-            return grouped_matmul(dequantize_operand(a), dequantize_operand(b), offsets, transpose_rhs=True, **how)
+            return grouped_matmul(dequantize_operand(a), dequantize_operand(b), offsets, transpose_rhs=True, **options)
         starts = padded_starts(offsets, length)
-        return grouped_wgrad(dequantize_operand(a).T, dequantize_operand(b).T, starts, **how)
+        return grouped_wgrad(dequantize_operand(a).T, dequantize_operand(b).T, starts, **options)
     if not {a.scaling, b.scaling} <= {"tensorwise", "rowwise"}:
         return _dot(dequantize_operand(a), dequantize_operand(b), HIGHEST).astype(out_dtype)
     # XLA's GPU rewriter makes a cuBLASLt FP8 call only of this form: converted values, a dot over both last axes,

@@ -30,7 +30,7 @@ from jaxops.ops.fp8_matmul import check_grouped_recipe, shape_of
 from jaxops.ops.grouped_glu import SAVES, glu_of_rows
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
 from jaxops.ops.moe_mlp import fp8
-from jaxops.ops.moe_mlp.plan import Plan, Problem, make_plan
+from jaxops.ops.moe_mlp.plan import Plan, Problem, Spec, make_plan
 from jaxops.ops.moe_mlp.stored import mlp_stored
 from jaxops.ops.moe_mlp.xla import sums_of_choices, unit_bwd_xla, weights_of_rows
 from jaxops.ops.permute import check_routing, combine, permute, permute_within_groups
@@ -38,20 +38,6 @@ from jaxops.ops.route import Routing, partial_routing
 
 Experts = tuple[jax.Array, ...]  # the weights of gate, up and down
 Arrays = tuple[jax.Array, ...]  # one a piece
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """The static part of a call, beside shapes; x_dtype and w_dtype are those of the gradients."""
-
-    plan: Plan
-    activation: str
-    save: str
-    precision: lax.Precision
-    compute_dtype: jnp.dtype
-    out_dtype: jnp.dtype
-    x_dtype: jnp.dtype
-    w_dtype: jnp.dtype
 
 
 def moe_mlp(
@@ -156,21 +142,21 @@ def moe_mlp(
         plan = make_plan(
             Problem(*sizes, compute.name, fp8_recipe.name, stored), device, rows, backend=backend, plan=plan
         )
-        spec = fp8.Spec(plan, fp8_recipe, activation, save, compute, out, xs[0].dtype, w_dtype)
+        spec = fp8.Fp8Spec(plan, activation, save, compute, out, xs[0].dtype, w_dtype, recipe=fp8_recipe)
         run = mlp_stored if stored else fp8.mlp_fp8
-        found = tuple(
+        outs = tuple(
             jnp.zeros((x.shape[0], shape[-1]), out) if 0 in (*x.shape, *sizes)
             else run(spec, *vary_together(x, experts, routing))
             for x, routing in zip(xs, routings, strict=True)
         )  # fmt: skip
-        return found if isinstance(x, tuple) else found[0]
+        return outs if isinstance(x, tuple) else outs[0]
     compute = compute_dtype_of("x", xs[0], "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
     rows = tuned_rows("grouped_matmul", device, "grouped_glu", "permute")
     plan = make_plan(Problem(*sizes, compute.name), device, rows, backend=backend, plan=plan)
-    spec = Spec(plan, activation, save, precision, compute, out, xs[0].dtype, w_dtype)
-    found = _mlp(spec, *vary_together(xs, experts, routings))
-    return found if isinstance(x, tuple) else found[0]
+    spec = Spec(plan, activation, save, compute, out, xs[0].dtype, w_dtype, precision)
+    outs = _mlp(spec, *vary_together(xs, experts, routings))
+    return outs if isinstance(x, tuple) else outs[0]
 
 
 def _check_pieces(xs: Arrays, routings: Any, shape: tuple[int, ...]) -> tuple[Routing, ...]:
@@ -202,16 +188,16 @@ def _check_weights(experts: tuple[Any, ...]) -> tuple[int, int, int, int]:
     """E, D, F, N of the three weights: float arrays of one dtype, or all three Quantized."""
     names, stored = ("w_gate", "w_up", "w_down"), [isinstance(w, Quantized) for w in experts]
     if any(stored) and not all(stored):
-        found = ", ".join(f"{name} is {type_name(w)}" for name, w in zip(names, experts, strict=True))
-        raise TypeError(f"{found}: pass three arrays, or three Quantized.")
+        got = ", ".join(f"{name} is {type_name(w)}" for name, w in zip(names, experts, strict=True))
+        raise TypeError(f"{got}: pass three arrays, or three Quantized.")
     for name, w, shape in zip(names, experts, ("[E, D, F]", "[E, D, F]", "[E, F, N]"), strict=True):
         if not any(stored):
             check_float(name, w, shape)
         elif w.values is None and w.values_t is None:
             raise ValueError(f"{name} has neither a row nor a column layout.")
         elif w.scaling != "block_128x128" or len(shape_of(w)) != 3:
-            found = f"{name} has {w.scaling} scales and shape {tuple(shape_of(w))}"
-            raise ValueError(f"{found}; it must be {shape} with block_128x128 scales, as of Quantized.from_deepseek.")
+            got = f"{name} has {w.scaling} scales and shape {tuple(shape_of(w))}"
+            raise ValueError(f"{got}; it must be {shape} with block_128x128 scales, as of Quantized.from_deepseek.")
     gate, up, down = (tuple(shape_of(w)) for w in experts)
     E, D, F = gate
     if up != gate:
@@ -231,8 +217,8 @@ def _up_forward(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing:
     assert unit is not None  # make_plan fills it
     if not gather or 0 in (*x.shape, *indices.shape, *experts[0].shape):
         x, indices = permute(x, routing, plan=spec.plan.rows), None
-    how: dict[str, Any] = {"activation": spec.activation, "precision": spec.precision, "plan": unit, "save": save}
-    return glu_of_rows(x, experts[:2], routing.group_offsets, indices, **how)
+    options: dict[str, Any] = {"activation": spec.activation, "precision": spec.precision, "plan": unit, "save": save}
+    return glu_of_rows(x, experts[:2], routing.group_offsets, indices, **options)
 
 
 def _up_plain(spec: Spec, *operands) -> Any:
@@ -303,8 +289,8 @@ def _backward_of_piece(
     wgrad = functools.partial(grouped_wgrad, group_offsets=offsets, precision=spec.precision, out_dtype=dtype)
     dw_down = wgrad(h, dy, accumulate_into=sums[2], plan=down)
     _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=copies), x)
-    how: dict[str, Any] = {"transpose_rhs": True, "precision": spec.precision, "plan": unit.products.swapped}
-    (dx,) = rows_to_tokens(grouped_matmul_sum((dgate, dup), experts[:2], offsets, **how))
+    options: dict[str, Any] = {"transpose_rhs": True, "precision": spec.precision, "plan": unit.products.swapped}
+    (dx,) = rows_to_tokens(grouped_matmul_sum((dgate, dup), experts[:2], offsets, **options))
     # Copy x's rows only after the last use of dy's rows and of the rows of x's gradient: less memory at the peak.
     _, _, x = lax.optimization_barrier((dw_down, dx, x))
     rows = to_rows(x)
@@ -321,8 +307,8 @@ def _down_and_unit_bwd(
     if fused is not None and 0 not in (*dy.shape, *w_down.shape):
         from jaxops.ops.moe_mlp.bwd_triton import bwd_triton  # jax-triton is imported only where it is called
 
-        how = {"activation": spec.activation, "panel": fused.panel, "dynamic": fused.dynamic}
-        kernel = functools.partial(bwd_triton, **how, cores=spec.plan.on.cores)
+        options = {"activation": spec.activation, "panel": fused.panel, "dynamic": fused.dynamic}
+        kernel = functools.partial(bwd_triton, **options, cores=spec.plan.on.cores)
         # A call through jax-triton has no batching rule.
         return sequential_vmap(kernel)(dy, w_down, gate, up, weights, offsets)
     assert down is not None  # make_plan fills it
@@ -334,12 +320,12 @@ def _plain_backward(spec: Spec, xs: Arrays, experts: Experts, _, routings: tuple
     """Made of the forward's ops, which have gradients of any order. gate and up are recomputed."""
 
     def forward(xs, experts, weights):
-        found = []
+        outs = []
         for x, routing, own in zip(xs, routings, weights, strict=True):
             routing = dataclasses.replace(routing, weights=own)
             h, _ = _up_plain(spec, False, x, experts, routing)
-            found.append(_down(spec, h, experts[2], routing))
-        return tuple(found)
+            outs.append(_down(spec, h, experts[2], routing))
+        return tuple(outs)
 
     _, vjp = jax.vjp(forward, xs, experts, tuple(routing.weights for routing in routings))
     dxs, dexperts, dweights = vjp(douts)

@@ -20,17 +20,8 @@ from jaxops._lib.arrays.differentiable import differentiable
 from jaxops._lib.arrays.precision import named_cast
 from jaxops._lib.numerics.fp8 import Quantized, magnitudes
 from jaxops.ops import fp8_matmul
-from jaxops.ops.fp8_matmul import (
-    Recipe,
-    cols_of,
-    half_precision_dgrad,
-    half_precision_wgrad,
-    multiply,
-    multiply_unit,
-    name_quantized,
-    rows_of,
-)
-from jaxops.ops.moe_mlp.plan import Plan
+from jaxops.ops.fp8_matmul import Recipe, multiply, multiply_unit, name_quantized
+from jaxops.ops.moe_mlp.plan import Spec
 from jaxops.ops.moe_mlp.unit_fp8 import unit_bwd_cast, unit_cast
 from jaxops.ops.moe_mlp.xla import sums_of_choices, weights_of_rows
 from jaxops.ops.permute import combine, permute, permute_quantized
@@ -41,17 +32,10 @@ Experts = tuple[jax.Array, ...]  # the weights of gate, up and down
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
-    """The static part of a call, beside shapes. compute_dtype is that of all values that are not in FP8."""
+class Fp8Spec(Spec):
+    """With the recipe of all casts and products."""
 
-    plan: Plan
-    recipe: Recipe
-    activation: str
-    save: str
-    compute_dtype: jnp.dtype
-    out_dtype: jnp.dtype
-    x_dtype: jnp.dtype
-    w_dtype: jnp.dtype
+    recipe: Recipe = dataclasses.field(kw_only=True)
 
     def of(self, part: str) -> fp8_matmul.Spec:
         """Of the products of one part, "unit" (gate and up) or "down"."""
@@ -88,22 +72,24 @@ def _amax(form: Format, x: jax.Array, routing: Routing) -> jax.Array | None:
     return jnp.max(jnp.where(used, magnitudes(x), 0.0))
 
 
-def _rows_of_tokens(spec: Spec, x: jax.Array, form: Format, routing: Routing, amax: jax.Array | None) -> Quantized:
+def _rows_of_tokens(spec: Fp8Spec, x: jax.Array, form: Format, routing: Routing, amax: jax.Array | None) -> Quantized:
     """The row layout of the rows of x [T, D] in the order of experts."""
     assert spec.plan.rows is not None  # make_plan fills it
     return permute_quantized(spec.cast(x, form, amax=amax), routing, plan=spec.plan.rows)
 
 
-def _columns_of_tokens(spec: Spec, x: jax.Array, form: Format, routing: Routing, amax: jax.Array | None) -> Quantized:
+def _columns_of_tokens(
+    spec: Fp8Spec, x: jax.Array, form: Format, routing: Routing, amax: jax.Array | None
+) -> Quantized:
     """Their column layout."""
     rows = Gathered(x, routing.row_indices)
     return spec.cast(rows, form, "col", group_offsets=routing.group_offsets, amax=amax)
 
 
-def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, keep: bool) -> tuple[jax.Array, Any]:
+def _run(spec: Fp8Spec, x: jax.Array, experts: Experts, routing: Routing, keep: bool) -> tuple[jax.Array, Any]:
     """(out [T, N], with keep what the backward reads)."""
     unit, down, recipe, offsets = spec.of("unit"), spec.of("down"), spec.recipe, routing.group_offsets
-    layouts = "both" if keep and "dgrad" not in recipe.half else "col"
+    layouts = recipe.layouts("rhs", ("fwd", *["dgrad"] * keep))
     # As without a recipe. XLA rounds in the pass that takes a layer's weights out of a stack of all layers'; float32
     # ones would be copied there, and read again by each cast.
     experts = tuple(_at_most(w, spec.compute_dtype) for w in experts)
@@ -115,22 +101,21 @@ def _run(spec: Spec, x: jax.Array, experts: Experts, routing: Routing, keep: boo
     else:
         rows = _rows_of_tokens(spec, x, recipe.lhs, routing, amax)
     if spec.plan.unit_inside:
-        operands = rows_of(rows), cols_of(wide), offsets
-        h, gate_up = multiply_unit(unit, *operands, spec.activation, keep, indices)
+        h, gate_up = multiply_unit(unit, rows, wide, offsets, spec.activation, keep, indices)
         gate_up = None if gate_up is None else checkpoint_name(gate_up, "moe_mlp.gate_up")
     else:
-        gate_up = multiply(unit, "fwd", rows_of(rows), cols_of(wide), offsets, unit.out_dtype)
-        gate_up = checkpoint_name(gate_up, "moe_mlp.gate_up")
+        gate_up = checkpoint_name(multiply(unit, "fwd", rows, wide, offsets), "moe_mlp.gate_up")
         h = unit_cast(spec.activation, recipe, gate_up, offsets, backend=spec.casting)
-    y = multiply(down, "fwd", rows_of(h), cols_of(narrow), offsets, down.out_dtype)
+    y = multiply(down, "fwd", h, narrow, offsets)
     out = checkpoint_name(combine(y, routing, out_dtype=spec.out_dtype, plan=spec.plan.rows), "moe_mlp.out")
     if not keep:
         return out, None
     assert gate_up is not None
     if "dgrad" in recipe.half:
         return out, _Saved(gate_up, experts)
-    weights = name_quantized(_rows(wide), "moe_mlp.w_gate_up"), name_quantized(_rows(narrow), "moe_mlp.w_down")
-    return out, _Saved(gate_up, weights)
+    rows_alone = (dataclasses.replace(w, values_t=None, scales_t=None) for w in (wide, narrow))
+    named = zip(rows_alone, ("moe_mlp.w_gate_up", "moe_mlp.w_down"), strict=True)
+    return out, _Saved(gate_up, tuple(name_quantized(w, name) for w, name in named))
 
 
 def _at_most(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -138,23 +123,18 @@ def _at_most(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return w.astype(dtype) if dtype.itemsize < w.dtype.itemsize else w
 
 
-def _rows(q: Quantized) -> Quantized:
-    """Without the column layout; a weight that has only that one is transposed where it is read."""
-    return q if q.values is None else dataclasses.replace(q, values_t=None, scales_t=None)
-
-
-def _forward(spec: Spec, x: jax.Array, experts: Experts, routing: Routing) -> jax.Array:
+def _forward(spec: Fp8Spec, x: jax.Array, experts: Experts, routing: Routing) -> jax.Array:
     return _run(spec, x.astype(spec.compute_dtype), experts, routing, False)[0]
 
 
-def _fwd(spec: Spec, x: jax.Array, experts: Experts, routing: Routing):
+def _fwd(spec: Fp8Spec, x: jax.Array, experts: Experts, routing: Routing):
     x = named_cast(x, spec.compute_dtype, "moe_mlp.x")
     out, saved = _run(spec, x, experts, routing, spec.save != "nothing")
     # With save="nothing" the weights are cast again: they are kept anyway, as parameters.
     return out, (x, experts if spec.save == "nothing" else None, routing, saved)
 
 
-def _bwd(spec: Spec, residuals, dout: jax.Array):
+def _bwd(spec: Fp8Spec, residuals, dout: jax.Array):
     x, experts, routing, saved = residuals
     # Not before dout exists: XLA would share casts or products with the forward, and keep them.
     x, dout = lax.optimization_barrier((x, dout))
@@ -163,37 +143,24 @@ def _bwd(spec: Spec, residuals, dout: jax.Array):
     unit, down, recipe, offsets = spec.of("unit"), spec.of("down"), spec.recipe, routing.group_offsets
     dout = dout.astype(spec.compute_dtype)
     amax = _amax(recipe.dout, dout, routing)
-    if "dgrad" in recipe.half:
-        dh = half_precision_dgrad(down, saved.weights[2], permute(dout, routing, plan=spec.plan.rows), offsets)
-    else:
-        dy = _rows_of_tokens(spec, dout, recipe.dout, routing, amax)
-        dh = multiply(down, "dgrad", rows_of(dy), rows_of(saved.weights[1]), offsets, down.out_dtype)
+    to_rows = functools.partial(permute, routing=routing, plan=spec.plan.rows)
+    half = "dgrad" in recipe.half
+    dy = to_rows(dout) if half else _rows_of_tokens(spec, dout, recipe.dout, routing, amax)
+    dh = multiply(down, "dgrad", dy, saved.weights[-1], offsets)
     dpre, h, dots = unit_bwd_cast(
         spec.activation, recipe, dh, saved.gate_up, weights_of_rows(routing), offsets, backend=spec.casting
     )
-    if "dgrad" in recipe.half:
-        drows = functools.reduce(
-            jnp.add,
-            (half_precision_dgrad(unit, w, d, offsets) for w, d in zip(saved.weights[:2], dpre.plain, strict=True)),
-        )
-    else:
-        assert dpre.row is not None
-        drows = multiply(unit, "dgrad", rows_of(dpre.row), rows_of(saved.weights[0]), offsets, unit.out_dtype)
-    _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=spec.plan.rows), x)
-    (dx,) = rows_to_tokens(drows)
-
+    pairs = zip(dpre.plain if half else (dpre.row,), saved.weights[:-1], strict=True)
+    drows = functools.reduce(jnp.add, (multiply(unit, "dgrad", d, w, offsets) for d, w in pairs))
+    (dx,) = jax.vjp(to_rows, x)[1](drows)
     if "wgrad" in recipe.half:
-        rows, dy = (permute(tokens, routing, plan=spec.plan.rows) for tokens in (x, dout))
-        triples = ((unit, rows, dpre.plain[0]), (unit, rows, dpre.plain[1]), (down, h.plain[0], dy))
-        dexperts = tuple(half_precision_wgrad(part, a, d, offsets) for part, a, d in triples)
+        rows, dy, (dgate, dup), (unit_rows,) = to_rows(x), to_rows(dout), dpre.plain, h.plain
     else:
         rows = _columns_of_tokens(spec, x, recipe.lhs, routing, _amax(recipe.lhs, x, routing))
         dy = _columns_of_tokens(spec, dout, recipe.dout, routing, amax)
-        triples = ((unit, rows, dpre.cols[0]), (unit, rows, dpre.cols[1]), (down, h.cols[0], dy))
-        dexperts = tuple(
-            multiply(part, "wgrad", cols_of(a), cols_of(d), offsets, part.rhs_dtype, dh.shape[0])
-            for part, a, d in triples
-        )
+        (dgate, dup), (unit_rows,) = dpre.cols, h.cols
+    triples = (unit, rows, dgate), (unit, rows, dup), (down, unit_rows, dy)
+    dexperts = tuple(multiply(part, "wgrad", a, d, offsets, dh.shape[0]) for part, a, d in triples)
     return dx.astype(spec.x_dtype), dexperts, partial_routing(weights=sums_of_choices(dots, routing))
 
 

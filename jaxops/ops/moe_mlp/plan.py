@@ -3,6 +3,9 @@
 import dataclasses
 from typing import Any, Literal
 
+import jax.numpy as jnp
+from jax import lax
+
 from jaxops._lib.numerics.fp8 import BLOCK
 from jaxops._lib.planning.device import Device, runs_gluon
 from jaxops._lib.planning.plans import ADA, AMPERE, BasePlan, Call, Planner
@@ -79,9 +82,24 @@ class Problem:
         projection."""
         assert self.recipe is not None
         sizes = ((self.D, self.F if self.stored else 2 * self.F), (self.F, self.N))
-        how = {"recipe": self.recipe, "dtype": self.dtype, "G": self.E, "quantize_lhs": not self.stored}
-        unit, down = (fp8_matmul.Problem(self.R, K, N, **how) for K, N in sizes)
+        options = {"recipe": self.recipe, "dtype": self.dtype, "G": self.E, "quantize_lhs": not self.stored}
+        unit, down = (fp8_matmul.Problem(self.R, K, N, **options) for K, N in sizes)
         return unit, down
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The static part of a call, beside shapes. compute_dtype is that of all values that are not in FP8, x_dtype and
+    w_dtype are those of the gradients, precision is that of float32 products."""
+
+    plan: Plan
+    activation: str
+    save: str
+    compute_dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    x_dtype: jnp.dtype
+    w_dtype: jnp.dtype
+    precision: lax.Precision = lax.Precision.DEFAULT
 
 
 def _triton(problem: Problem, device: Device) -> bool:

@@ -78,8 +78,8 @@ def unit_bwd_cast(
       unquantized, of these what the recipe's gradients read. The weighted unit: its column layout or itself. And parts
       [n, R] float32 of the gradients of the weights, for `sums_of_choices`.
     """
-    dpre = Output(recipe.dout, recipe.layouts(True, True), 2, bool(recipe.half))
-    h = Output(recipe.lhs, recipe.layouts(False, True), 1, "wgrad" in recipe.half)
+    dpre = Output(recipe.dout, recipe.layouts("dout", ("dgrad", "wgrad")), 2, bool(recipe.half))
+    h = Output(recipe.lhs, recipe.layouts("lhs", ("wgrad",)), 1, "wgrad" in recipe.half)
     compute, operands = _unit_bwd(activation), [dh, Halves(gate_up), weights]
     (dpre, h), (dots,) = quantize_computed(
         compute, operands, [dpre, h], group_offsets=offsets, dtype=gate_up.dtype, sums=1, backend=backend

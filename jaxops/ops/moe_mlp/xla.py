@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._lib.numerics.activations import activate, unit_gradients
-from jaxops.ops.route import Routing, choices_with_row, rows_in_groups
+from jaxops.ops.route import Routing, choices_with_row
 
 
 def unit_xla(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -16,7 +16,7 @@ def unit_bwd_xla(
     activation: str, dh: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """dh [R, F] before the router's weights; gate, up [R, F]; weights [R] of the rows -> the gradients of gate and up,
-    the weighted unit (all [R, F]), and the weights' gradients [1, R] float32. All are zero outside the groups."""
+    the weighted unit (all [R, F]), and the weights' gradients [1, R] float32. Unspecified outside the groups."""
     dtype, dh, weights = gate.dtype, dh.astype(jnp.float32), weights[:, None]
     # For a cotangent of one, up's gradient is the activated gate.
     _, activated = unit_gradients(activation, gate, up, jnp.ones_like(dh))
@@ -26,12 +26,11 @@ def unit_bwd_xla(
 
 
 def weights_of_rows(routing: Routing) -> jax.Array:
-    """[R] float32, each row's router weight; zero outside the groups. Gathers only: each row compares its number with
-    the positions of its token's choices."""
+    """[R] float32, each row's router weight; unspecified outside the groups. Gathers only: each row compares its number
+    with the positions of its token's choices."""
     row = jnp.arange(routing.row_indices.shape[0], dtype=jnp.int32)[:, None]
     token = jnp.clip(routing.row_indices, 0, routing.weights.shape[0] - 1)
-    mine = (routing.row_positions[token] == row) & rows_in_groups(routing)[:, None]
-    return jnp.sum(jnp.where(mine, routing.weights[token], 0), axis=1)
+    return jnp.sum(jnp.where(routing.row_positions[token] == row, routing.weights[token], 0), axis=1)
 
 
 def sums_of_choices(dots: jax.Array, routing: Routing) -> jax.Array:

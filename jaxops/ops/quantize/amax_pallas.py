@@ -33,11 +33,11 @@ def _lines_kernel(ref: dict, *, computation: Computation, grid: Grid, size: tupl
     if gathered:  # rows outside the groups are not read
         rows_in = both(rows_in, inside(ref["offsets"], rows))
     (x,), _ = read(ref, computation, grid, (g * M + rows, columns), rows_in, columns_in, j)
-    found = abs_for_max(infinity_to_nan(x), interpret)
+    sizes = abs_for_max(infinity_to_nan(x), interpret)
     if "rows" in ref:
-        store(ref["rows"], (grid.index(j), g * M + rows), nan_to_zero(grid.largest(found, *COLUMNS, *BLOCKS)), rows_in)
+        store(ref["rows"], (grid.index(j), g * M + rows), nan_to_zero(grid.largest(sizes, *COLUMNS, *BLOCKS)), rows_in)
     if "columns" in ref:
-        of_groups = jnp.where(inside(ref["offsets"], rows), found, 0.0) if "offsets" in ref else found
+        of_groups = jnp.where(inside(ref["offsets"], rows), sizes, 0.0) if "offsets" in ref else sizes
         store(ref["columns"], (grid.index(i), g * K + columns), nan_to_zero(grid.largest(of_groups, *ROWS)), columns_in)
 
 
@@ -65,8 +65,8 @@ def line_amax_pallas(
         # A magnitude, and its comparison with its row's and its column's largest one.
         flops=(1 + row + col) * math.prod(size),
     )
-    found = {name: jnp.max(part, axis=0).reshape(G, -1) for name, part in parts.items()}
-    return found.get("rows"), found.get("columns")
+    largest = {name: jnp.max(part, axis=0).reshape(G, -1) for name, part in parts.items()}
+    return largest.get("rows"), largest.get("columns")
 
 
 def _tensors_kernel(
@@ -86,13 +86,13 @@ def _tensors_kernel(
             rows_in = rows_in & inside(ref["offsets"], rows)
         columns_in = None if C % tiles.cols == 0 else columns < C
         tensors, _ = read(ref, computation, grid, (rows, columns), rows_in, columns_in, j)
-        found: dict[int, Any] = dict.fromkeys(computation.measured)
+        largest: dict[int, Any] = dict.fromkeys(computation.measured)
         for (output, _), x in zip(computation.tensors(), tensors, strict=True):
-            if output in found:
+            if output in largest:
                 # Of a thread's neighbours one number is kept: the loop carries an eighth of the registers.
-                size, before = grid.largest(abs_for_max(infinity_to_nan(x), interpret), "vector"), found[output]
-                found[output] = size if before is None else jnp.maximum(before, size)
-        return [jnp.maximum(a, b) for a, b in zip(most, found.values(), strict=True)]
+                size, before = grid.largest(abs_for_max(infinity_to_nan(x), interpret), "vector"), largest[output]
+                largest[output] = size if before is None else jnp.maximum(before, size)
+        return [jnp.maximum(a, b) for a, b in zip(most, largest.values(), strict=True)]
 
     kept = tuple(1 if axis == "vector" else n for axis, n in zip(grid.axes, grid.shape, strict=True))
     zeros = [jnp.zeros(kept, jnp.float32) for _ in computation.measured]

@@ -127,14 +127,14 @@ def cast(
     dtype, device = jnp.dtype(jax.tree.leaves(source)[0].dtype).name, device_of(source, offsets, amax)
     problem = Problem(M, K, dtype, form.scaling, layouts, offsets is not None, isinstance(source, Gathered))
     plan = make_plan(problem, device, tuned_rows("quantize", device), backend=backend, plan=plan)
-    output = Output(form, layouts)
-    found = _call(Computation(None, kinds_of((source,)), (output,), dtype), measure, plan, source, offsets, amax, words)
+    computation = Computation(None, kinds_of((source,)), (output := Output(form, layouts),), dtype)
+    arrays = _call(computation, measure, plan, source, offsets, amax, words)
     if form.scaling == "tensorwise":  # both layouts share the scale
-        found["scales_t"] = found["scales"]
-    row = (found["values"], found["scales"]) if output.row else (None, None)
-    col = (found["values_t"], found["scales_t"]) if output.col else (None, None)
+        arrays["scales_t"] = arrays["scales"]
+    row = (arrays["values"], arrays["scales"]) if output.row else (None, None)
+    col = (arrays["values_t"], arrays["scales_t"]) if output.col else (None, None)
     q = Quantized(*row, *col, scaling=form.scaling, dtype=dtype, group_offsets=offsets)
-    return q, found["amax"] if measure else None
+    return q, arrays["amax"] if measure else None
 
 
 def dequantize(q: Quantized, dtype=None) -> jax.Array:
@@ -211,10 +211,10 @@ def _passes(
     (G, _, _), arrays, (output,) = size_of((source,)), jax.tree.leaves(source), computation.outputs
     amax = None if amax is None else jnp.broadcast_to(amax, (G,))
     if plan.backend == "xla" or any(0 in x.shape for x in arrays):
-        found = cast_xla(output, source, offsets, amax, words, measure=measure)
+        results = cast_xla(output, source, offsets, amax, words, measure=measure)
     else:
-        found = _by_kernels(computation, measure, plan, source, offsets, amax, words)
-    return found if arrays[0].ndim == 3 else {name: value[0] for name, value in found.items()}
+        results = _by_kernels(computation, measure, plan, source, offsets, amax, words)
+    return results if arrays[0].ndim == 3 else {name: value[0] for name, value in results.items()}
 
 
 def _by_kernels(
@@ -227,7 +227,7 @@ def _by_kernels(
     assert plan.cast is not None  # make_plan fills both
     assert plan.amax is not None
     (output,), (G, _, K), interpret = computation.outputs, size_of((source,)), plan.on.interpret
-    given, found, parts = {}, {}, None
+    given, results, parts = {}, {}, None
     if output.measured:
         parts = tensor_amax(source, offsets) if amax is None else amax[:, None]
         given["amax0"] = parts
@@ -235,21 +235,21 @@ def _by_kernels(
         lines = {"row": output.row, "col": output.col, "interpret": interpret}
         row, col = line_amax_pallas(computation, plan.amax, (source,), offsets, **lines)
         if row is not None:
-            found["scales"], given["row_factors0"] = output.form.scale_and_factor(row)
+            results["scales"], given["row_factors0"] = output.form.scale_and_factor(row)
         if col is not None:
-            found["scales_t"], given["col_factors0"] = output.form.scale_and_factor(col)
+            results["scales_t"], given["col_factors0"] = output.form.scale_and_factor(col)
     given = {name: value.reshape(-1) for name, value in given.items()}
     if words is not None:
         given["words"] = words
     also = measure and amax is not None
-    results = cast_pallas(computation, plan.cast, (source,), offsets, given, measure=also, interpret=interpret)
-    for name, value in results.items():
-        found[_NAMES[name]] = value.reshape(G, -1, *value.shape[1:])
+    cast_arrays = cast_pallas(computation, plan.cast, (source,), offsets, given, measure=also, interpret=interpret)
+    for name, value in cast_arrays.items():
+        results[_NAMES[name]] = value.reshape(G, -1, *value.shape[1:])
     if output.measured:
-        found["scales"] = found["scales"][:, 0]
+        results["scales"] = results["scales"][:, 0]
     if measure:
-        found["amax"] = jnp.minimum(jnp.max(found.pop("measured", parts), axis=1), AMAX_MAX)
-    return found
+        results["amax"] = jnp.minimum(jnp.max(results.pop("measured", parts), axis=1), AMAX_MAX)
+    return results
 
 
 def no_gradient(computation: Computation, *_):

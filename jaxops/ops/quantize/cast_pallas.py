@@ -94,8 +94,8 @@ class _Cast:
         if f"row_factors{n}" in ref:
             return [load(ref[f"row_factors{n}"], (p.g * M + p.rows,), p.rows_in)]
         if self.output.scaling == "rowwise":
-            found = [grid.largest(size, *COLUMNS, *BLOCKS) for size in sizes]
-            scale, factor = self._scale_of(functools.reduce(jnp.maximum, found))
+            largest = [grid.largest(size, *COLUMNS, *BLOCKS) for size in sizes]
+            scale, factor = self._scale_of(functools.reduce(jnp.maximum, largest))
             store(ref[f"scales{n}"], (p.g * M + p.rows,), scale, p.rows_in)
             return [factor] * len(parts)
         across, factors = pl.cdiv(K, BLOCK), []
@@ -201,10 +201,10 @@ def _results(
     computation: Computation, size: tuple[int, int, int], columns: int, tiles: Tiles, given: dict
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each result, stacks as one matrix."""
-    (G, M, K), found = size, {}
+    (G, M, K), results = size, {}
     across, row_blocks = pl.cdiv(K, BLOCK), pl.cdiv(columns, BLOCK)
     for i in range(computation.sums):
-        found[f"sums{i}"] = ((pl.cdiv(K, tiles.cols), M), "float32")
+        results[f"sums{i}"] = ((pl.cdiv(K, tiles.cols), M), "float32")
     for n, output in enumerate(computation.outputs):
         scales, scales_t = {
             "tensorwise": ((G,) if f"amax{n}" in given else None, None),
@@ -213,17 +213,17 @@ def _results(
             "block_128x128": ((G * row_blocks, across) if output.row else None, (G * across, row_blocks)),
         }[output.scaling]
         if output.row:
-            found[f"values{n}"] = ((G * M, output.parts * K), output.form.dtype)
+            results[f"values{n}"] = ((G * M, output.parts * K), output.form.dtype)
         if scales and output.layouts != "none":
-            found[f"scales{n}"] = (scales, "float32")
+            results[f"scales{n}"] = (scales, "float32")
         for part in range(output.parts):
             if output.col:
-                found[f"values_t{n}_{part}"] = ((G * K, columns), output.form.dtype)
+                results[f"values_t{n}_{part}"] = ((G * K, columns), output.form.dtype)
                 if scales_t:
-                    found[f"scales_t{n}_{part}"] = (scales_t, "float32")
+                    results[f"scales_t{n}_{part}"] = (scales_t, "float32")
             if output.plain:
-                found[f"plain{n}_{part}"] = ((M, K), computation.dtype)
-    return found
+                results[f"plain{n}_{part}"] = ((M, K), computation.dtype)
+    return results
 
 
 @traced_once("computation", "tiles", "measure", "interpret")

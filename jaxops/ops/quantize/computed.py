@@ -89,20 +89,20 @@ def _passes(
         for i, n in enumerate(computation.measured):
             scales[n], factor = computation.outputs[n].form.scale_and_factor(most[i])
             factors[f"factor{n}"] = factor[None]
-    found = cast_pallas(computation, tiles, operands, offsets, factors, interpret=interpret)
+    arrays = cast_pallas(computation, tiles, operands, offsets, factors, interpret=interpret)
     results = []
     for n, output in enumerate(computation.outputs):
         parts = range(output.parts)
-        how: Any = {"scaling": output.scaling, "dtype": computation.dtype, "group_offsets": offsets}
+        facts: Any = {"scaling": output.scaling, "dtype": computation.dtype, "group_offsets": offsets}
         row, cols = None, ()
         if output.row:
-            row = Quantized(found[f"values{n}"], scales.get(n, found.get(f"scales{n}")), **how)
+            row = Quantized(arrays[f"values{n}"], scales.get(n, arrays.get(f"scales{n}")), **facts)
         if output.col:
-            pairs = [(found[f"values_t{n}_{i}"], scales.get(n, found.get(f"scales_t{n}_{i}"))) for i in parts]
-            cols = tuple(Quantized(None, None, *pair, **how) for pair in pairs)
-        plain = tuple(found[f"plain{n}_{i}"] for i in parts) if output.plain else ()
+            pairs = [(arrays[f"values_t{n}_{i}"], scales.get(n, arrays.get(f"scales_t{n}_{i}"))) for i in parts]
+            cols = tuple(Quantized(None, None, *pair, **facts) for pair in pairs)
+        plain = tuple(arrays[f"plain{n}_{i}"] for i in parts) if output.plain else ()
         results.append(Computed(row, cols, plain))
-    return tuple(results), tuple(found[f"sums{i}"] for i in range(computation.sums))
+    return tuple(results), tuple(arrays[f"sums{i}"] for i in range(computation.sums))
 
 
 _call = differentiable(_passes, no_gradient, no_gradient, static=4)

@@ -151,11 +151,11 @@ class Computation:
 
     def steps(self) -> list[tuple[int, range]]:
         """Number of its output, and parts of this one, of the tensors that are cast together: they share a scale."""
-        found = []
+        steps = []
         for n, output in enumerate(self.outputs):
             together = output.scaling == "rowwise" and output.row
-            found += [(n, range(output.parts))] if together else [(n, range(i, i + 1)) for i in range(output.parts)]
-        return found
+            steps += [(n, range(output.parts))] if together else [(n, range(i, i + 1)) for i in range(output.parts)]
+        return steps
 
     def tensors(self) -> list[tuple[int, int]]:
         """Number of its output, and its number among this one's parts, of each tensor that compute returns."""

@@ -223,27 +223,27 @@ def read(
       at: rows (of a stack, as one matrix) and columns.
       j: scalar, the tile's number among those of its rows.
     """
-    (rows, columns), inside, found = at, both(rows_in, columns_in), []
+    (rows, columns), inside, loaded = at, both(rows_in, columns_in), []
     for n, kind in enumerate(computation.kinds):
         x = ref[f"x{n}"]
         if kind == "vector":
-            found.append(load(x, (rows,), rows_in))
+            loaded.append(load(x, (rows,), rows_in))
         elif kind == "Halves":
-            found += [load(x, (rows, first + columns), inside) for first in (0, x.shape[1] // 2)]
+            loaded += [load(x, (rows, first + columns), inside) for first in (0, x.shape[1] // 2)]
         elif kind == "Gathered":
             # Without a mask, so that no predicate keeps a thread's loads of indices from being issued all at once.
             indices = ref[f"indices{n}"]
             source = jnp.clip(load(indices, (jnp.minimum(rows, indices.shape[0] - 1),)), 0, x.shape[0] - 1)
-            found.append(load(x, (source, columns), inside))
+            loaded.append(load(x, (source, columns), inside))
         elif kind == "Beside":
             F, cols = x.shape[1], grid.tiles.cols
             in_left = grid.index(j) < F // cols if F % cols == 0 else columns < F
             left = load(x, (rows, columns), both(rows_in, in_left))
             # Into the same registers: a thread waits for the first load only where the second one is masked off.
-            found.append(load(ref[f"right{n}"], (rows, columns - F), both(inside, ~in_left), other=left))
+            loaded.append(load(ref[f"right{n}"], (rows, columns - F), both(inside, ~in_left), other=left))
         else:
-            found.append(load(x, (rows, columns), inside))
+            loaded.append(load(x, (rows, columns), inside))
     if computation.compute is None:
-        return found, ()
-    tensors, addends = computation.compute(*map(widened, found))
+        return loaded, ()
+    tensors, addends = computation.compute(*map(widened, loaded))
     return [tensor.astype(computation.dtype) for tensor in tensors], addends

@@ -104,10 +104,10 @@ def cast_xla(
     """
     x, form = _whole(source), output.form
     G, M, K = x.shape
-    found = {}
+    results = {}
     if form.scaling == "tensorwise" and (amax is None or measure):
         measured = jnp.max(tensor_amax(source, offsets), axis=1)
-        found["amax"] = jnp.minimum(measured, AMAX_MAX)
+        results["amax"] = jnp.minimum(measured, AMAX_MAX)
         amax = measured if amax is None else amax
     rows = jnp.arange(G * M, dtype=jnp.int32).reshape(G, M)
     columns = jnp.arange(K, dtype=jnp.int32)[None, None, :]
@@ -123,17 +123,17 @@ def cast_xla(
         return kept(cast), scales
 
     if output.row:
-        found["values"], found["scales"] = layout(x, rows, transpose=False)
+        results["values"], results["scales"] = layout(x, rows, transpose=False)
     if output.col:
         if offsets is not None:
             held = _rows_of_columns(offsets, M)
             empty = jnp.zeros((G, held.shape[0], K), x.dtype)
             x = jnp.where((held >= 0)[None, :, None], x[:, jnp.maximum(held, 0)], 0) if M else empty
             rows = held[None]
-        found["values_t"], found["scales_t"] = layout(x, rows, transpose=True)
-    if "scales" not in found and form.scaling == "tensorwise":
-        found["scales"] = found["scales_t"]
-    return found
+        results["values_t"], results["scales_t"] = layout(x, rows, transpose=True)
+    if "scales" not in results and form.scaling == "tensorwise":
+        results["scales"] = results["scales_t"]
+    return results
 
 
 @traced_once()

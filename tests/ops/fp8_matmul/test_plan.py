@@ -46,6 +46,9 @@ def test_explicit_then_tuned_then_heuristic():
     pallas = [row(name, mark(100, "pallas")) for name in PASSES]
     assert make_plan(PROBLEM, H200, pallas) == make_plan(PROBLEM, H200)
     assert make_plan(PROBLEM, H200, pallas, backend="pallas").fwd == mark(100, "pallas")
+    # Recipes with the same products share rows: tensorwise's forward has other scales.
+    other = [row("fwd", mark(101), recipe="blockwise_with_gw_hp"), row("dgrad", mark(102), recipe="tensorwise")]
+    assert make_plan(PROBLEM, H200, other) == dataclasses.replace(make_plan(PROBLEM, H200), fwd=mark(101))
 
 
 @pytest.mark.usefixtures("_jax_triton")

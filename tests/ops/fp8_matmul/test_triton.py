@@ -10,15 +10,18 @@ import pytest
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
 import jaxops
+from jaxops._lib.numerics.activations import ACTIVATIONS
 from jaxops._lib.planning.device import Device
 from jaxops._lib.ragged.offsets import padded_rows
-from jaxops.ops.fp8_matmul import RECIPES, Problem, Tiles, candidates
+from jaxops.ops.fp8_matmul import RECIPES, Format, Problem, Tiles, candidates
 from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton
 from jaxops.ops.fp8_matmul.plan import PASSES, heuristic
-from tests.gluon import Kernel, check, compiled, launched
+from jaxops.ops.fp8_matmul.recipes import SIDES
+from jaxops.ops.fp8_matmul.unit_triton import unit_triton
+from tests.gluon import Kernel, check, compiled
 from tests.hopper import on_h200
 from tests.jaxprs import equations
-from tests.ops.fp8_matmul.cases import shapes_in
+from tests.ops.fp8_matmul.cases import operand_shapes
 
 pytestmark = pytest.mark.versions
 
@@ -51,13 +54,8 @@ class Product:
         return self.name in RECIPES[self.recipe].fast
 
     @property
-    def formats(self) -> tuple:
-        recipe = RECIPES[self.recipe]
-        return {
-            "fwd": (recipe.lhs, recipe.rhs),
-            "dgrad": (recipe.dout, recipe.rhs),
-            "wgrad": (recipe.lhs, recipe.dout),
-        }[self.name]
+    def formats(self) -> list[Format]:
+        return [RECIPES[self.recipe].form(tensor) for tensor, _ in SIDES[self.name]]
 
     def __str__(self) -> str:
         return "-".join(
@@ -86,7 +84,9 @@ class Product:
         how = {"length": length, "out_dtype": jnp.dtype(out), "fast": self.fast, "tiles": self.chosen, "cores": 132}
         offsets = jax.ShapeDtypeStruct((G + 1,), "int32") if self.grouped else None
         multiply = functools.partial(multiply_triton, **how)
-        return compiled(multiply, shapes_in(a_form, *a_shape), shapes_in(b_form, *stack, *b_shape), offsets)[0]
+        sides = ((a_form, a_shape), (b_form, (*stack, *b_shape)))
+        operands = (operand_shapes(form.scaling, *shape, dtype=form.dtype) for form, shape in sides)
+        return compiled(multiply, *operands, offsets)[0]
 
 
 UNALIGNED = Product("tensorwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 128, stages=4), n=ODD_N)
@@ -150,48 +150,61 @@ def test_product(product, tmp_path):
     check(product.kernel, instructions, consumers, shared, tmp_path, product.spilled)
 
 
-def gradients(op, **options):
-    def results(x, w, dy, *offsets):
-        y, vjp = jax.vjp(lambda x, w: op(x, w, *offsets, **options), x, w)
-        return y, *vjp(dy)
-
-    return results
-
-
-def test_a_users_call():
-    """ "auto" takes these kernels on an H200, for all three products."""
-    shapes = [
-        jax.ShapeDtypeStruct(*shape) for shape in (((M, K), "bfloat16"), ((K, N), "float32"), ((M, N), "bfloat16"))
-    ]
-    assert launched(gradients(jaxops.fp8_matmul), *shapes) == ["fp8_gemm_dense"] * 3
+# Of the kernel that computes a gated unit and casts it, each activation with what is saved or without, of rows in place
+# or gathered, and tiles from a counter or not: (activation, pow2, save, stages, dynamic, gathered).
+UNITS = [
+    ("relu", False, False, 4, False, False),
+    ("silu", False, True, 4, False, False),
+    ("sigmoid", False, False, 4, False, True),
+    ("silu", False, True, 4, False, True),
+    ("gelu_tanh", True, True, 3, True, False),
+    ("gelu", True, True, 4, True, True),
+]
 
 
-def test_a_users_call_over_groups():
-    shapes = [
-        jax.ShapeDtypeStruct(*shape)
-        for shape in (((M, K), "bfloat16"), ((G, K, N), "float32"), ((M, N), "bfloat16"), ((G + 1,), "int32"))
-    ]
-    names = launched(gradients(jaxops.fp8_grouped_matmul), *shapes)
-    assert names == ["fp8_gemm_rows", "fp8_gemm_rows", "fp8_gemm_contraction"]
+@pytest.mark.parametrize(("activation", "pow2", "save", "stages", "dynamic", "gathered"), UNITS)
+def test_unit(activation, pow2, save, stages, dynamic, gathered, tmp_path):
+    """A consumer multiplies 64 rows by 128 columns of gate, then of up, 128 of K in four instructions each.
+
+    Its values: tests/ops/hopper_fp8_cases.py, and on a GPU tests/ops/moe_mlp/test_fp8_triton.py.
+    """
+    F, tiles = 384, Tiles("triton", 128, 128, stages=stages, panel=3, dynamic=dynamic)
+    call = functools.partial(unit_triton, activation=activation, pow2=pow2, save=save, tiles=tiles, cores=132)
+    rows, weights = operand_shapes("block_1x128", 500 if gathered else M, K), (G, 2 * F, K)
+    operands = rows, operand_shapes("block_128x128", *weights), jax.ShapeDtypeStruct((G + 1,), "int32")
+    (kernel,) = compiled(call, *operands, *[jax.ShapeDtypeStruct((M,), "int32")] * gathered)
+    spilled = 4 if gathered and save and dynamic else 0  # once a tile
+    check(kernel, ["m64n128k32.f32.e4m3.e4m3"] * 16, 2, H200.shared_bytes, tmp_path, spilled)
 
 
-@pytest.mark.parametrize("backend", ["auto", "pallas", "xla"])
-def test_a_half_precision_wgrad_is_grouped_matmuls_own(backend):
-    """In "auto" on Hopper its Gluon kernel; a backend that is named multiplies the weights' gradient, too."""
+def test_every_activation_is_compiled():
+    assert {activation for activation, *_ in UNITS} == set(ACTIVATIONS)
 
-    def gradient(x, w, dy, offsets):
-        _, vjp = jax.vjp(
-            lambda w: jaxops.fp8_grouped_matmul(x, w, offsets, recipe="blockwise_with_gw_hp", backend=backend), w
-        )
-        return vjp(dy)
+
+@pytest.mark.parametrize(
+    ("backend", "recipe", "kernels"),
+    [
+        ("auto", "", ["fp8_gemm_dense"] * 3),
+        ("auto", "blockwise", ["fp8_gemm_rows", "fp8_gemm_rows", "fp8_gemm_contraction"]),
+        ("auto", "blockwise_with_gw_hp", ["fp8_gemm_rows", "fp8_gemm_rows", "grouped_matmul_wgrad"]),
+        ("pallas", "blockwise_with_gw_hp", ["fp8_matmul_rows", "fp8_matmul_rows", "grouped_matmul_wgrad"]),
+        ("xla", "blockwise_with_gw_hp", []),
+    ],
+)
+def test_a_users_call(backend, recipe, kernels):
+    """ "auto" takes these kernels on an H200. A weight gradient in half precision is grouped_matmul's own; a backend
+    that is named multiplies it, too. No recipe: without groups."""
+
+    def results(x, w, dy, offsets):
+        op = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=offsets, recipe=recipe)
+        op = functools.partial(op if recipe else jaxops.fp8_matmul, backend=backend)
+        y, vjp = jax.vjp(op, x, w if recipe else w[0])
+        return y, vjp(dy)
 
     s = jax.ShapeDtypeStruct
     shapes = s((1024, 512), "bfloat16"), s((G, 512, 256), "float32"), s((1024, 256), "bfloat16"), s((G + 1,), "int32")
     with on_h200():
-        jaxpr = jax.make_jaxpr(gradient)(*shapes).jaxpr
-    kernels = [
-        equation.primitive.name
-        for equation in equations(jaxpr)
-        if equation.params.get("name") == "grouped_matmul_wgrad"
-    ]
-    assert kernels == {"auto": ["triton_kernel_call"], "pallas": ["pallas_call"], "xla": []}[backend]
+        calls = equations(jax.make_jaxpr(results)(*shapes).jaxpr)
+    kind = {"auto": "triton_kernel_call", "pallas": "pallas_call", "xla": ""}[backend]
+    names = [call.params["name"] for call in calls if call.primitive.name == kind]
+    assert [name for name in names if "matmul" in name or "gemm" in name] == kernels

@@ -73,9 +73,11 @@ def has_row(routing: jaxops.Routing) -> np.ndarray:
 
 def make_case(variant: Variant, seed: int = 0) -> dict:
     """routing, x [T, D], the experts' weights, and the cotangent dout [T, N]. Tokens without a row are NaN in x and
-    dout, and so are the weights of dropped choices."""
+    dout, and so are the weights of dropped choices. The first tokens' weights are 0, which have gradients, too."""
     v, rng = variant, np.random.default_rng(seed + 100)
     routing = make_routing(v, seed)  # pyright: ignore[reportArgumentType]  # all that it reads is here, too
+    weights = jnp.where(np.arange(v.T)[:, None] < v.T // 4, 0 * routing.weights, routing.weights)
+    routing = dataclasses.replace(routing, weights=weights)
     bad = np.where(has_row(routing).any(axis=1), 1, np.nan)[:, None]
     G, D, F, N = v.experts, v.D, v.F, v.N
     shapes = {"x": (v.T, D), "w_gate": (G, D, F), "w_up": (G, D, F), "w_down": (G, F, N), "dout": (v.T, N)}

@@ -1,6 +1,11 @@
-"""Bad input is an error before anything is launched, and its message says what was passed and what to write instead."""
+"""Bad input is an error before anything is launched, and its message says what was passed and what to write instead.
+
+Wrong arrays and options, one by one: tests/contracts.
+"""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +14,9 @@ import pytest
 from jax import lax
 
 import jaxops
-from jaxops.ops.moe_mlp import TileOrder
+from jaxops import Quantized
+from jaxops.ops import grouped_matmul
+from jaxops.ops.moe_mlp import Plan, TileOrder
 from tests.ops.permute.cases import Variant, make_routing
 
 T, D, F, N, E = 5, 4, 6, 3, 3
@@ -32,22 +39,24 @@ GOOD = {
     "routing": ROUTING,
 }
 
-SHAPES, TYPES = ValueError, TypeError
+SHAPES, TYPES, GAPS = ValueError, TypeError, NotImplementedError
+
+
+def stored(*sizes: int, scaling: Any = "block_128x128") -> Quantized:
+    quantize = functools.partial(jaxops.quantize, scaling=scaling, layouts="col")
+    return jax.tree.map(lambda x: zeros(*x.shape, dtype=x.dtype), jax.eval_shape(quantize, zeros(*sizes)))
+
+
+FP8 = {"recipe": "rowwise"}
+STORED = {"w_gate": stored(E, D, F), "w_up": stored(E, D, F), "w_down": stored(E, F, N)}
 # What differs from the arguments above, the error, and what its message must name.
 ERRORS = [
-    ({"x": zeros(2, T, D)}, SHAPES, r"x has shape \(2, 5, 4\).*\[T, D\]"),
-    ({"x": [[1.0] * D] * T}, TYPES, r"x is a list.*\[T, D\]"),
     ({"x": (zeros(T, D),)}, TYPES, r"x is a tuple and routing is a Routing.*a Routing a piece"),
     ({"x": (), "routing": ()}, SHAPES, r"x is an empty tuple"),
     ({"x": (zeros(T, D),), "routing": 2 * (ROUTING,)}, SHAPES, r"len\(routing\)"),
-    ({"x": zeros(T, D, dtype="int32")}, TYPES, r"x is int32.*bfloat16, float16, float32.*x\.astype"),
-    ({"w_gate": zeros(D, F)}, SHAPES, r"w_gate has shape \(4, 6\).*\[E, D, F\]"),
-    ({"w_gate": zeros(E, D, F, dtype="int8")}, TYPES, r"w_gate is int8.*w_gate\.astype"),
-    ({"w_up": zeros(D, F)}, SHAPES, r"w_up has shape \(4, 6\).*\[E, D, F\]"),
     ({"w_up": None}, TYPES, r"w_up is None.*\[E, D, F\]"),
     ({"w_up": zeros(E, D, F + 1)}, SHAPES, r"w_up has shape \(3, 4, 7\); it must be that of w_gate, \(3, 4, 6\)"),
     ({"w_up": zeros(E, D, F, dtype="bfloat16")}, TYPES, r"w_up is bfloat16 and w_gate is float32"),
-    ({"w_down": zeros(F, N)}, SHAPES, r"w_down has shape \(6, 3\).*\[E, F, N\]"),
     (
         {"w_down": zeros(E + 1, F, N)},
         SHAPES,
@@ -80,13 +89,37 @@ ERRORS = [
         TYPES,
         r"x is bfloat16 and w_gate is float32.*compute_dtype=jnp\.bfloat16 \(the weights' gradients",
     ),
-    ({"compute_dtype": jnp.int8}, TYPES, r"compute_dtype=int8.*bfloat16, float16, float32"),
-    ({"out_dtype": jnp.float8_e4m3fn}, TYPES, r"out_dtype=float8_e4m3fn.*bfloat16, float16, float32"),
-    ({"activation": "swiglu"}, SHAPES, r"activation='swiglu': write 'silu', 'gelu', 'gelu_tanh', 'relu', 'sigmoid'"),
-    ({"save": "all"}, SHAPES, r"save='all': write 'preactivations', 'nothing'"),
-    ({"backend": "cublas"}, SHAPES, r"backend='cublas'.*'auto', 'triton', 'pallas' or 'xla'"),
-    ({"backend": "triton"}, NotImplementedError, r"needs a Hopper GPU.*this is cpu"),
-    ({"precision": lax.DotAlgorithmPreset.BF16_BF16_F32_X3}, NotImplementedError, r"precision=BF16_BF16_F32_X3"),
+    ({"backend": "triton"}, GAPS, r"needs a Hopper GPU.*this is cpu"),
+    ({"precision": lax.DotAlgorithmPreset.BF16_BF16_F32_X3}, GAPS, r"precision=BF16_BF16_F32_X3"),
+    # With an FP8 recipe.
+    (FP8 | {"recipe": "delayed"}, SHAPES, r"recipe='delayed': write 'tensorwise', "),
+    (FP8 | {"precision": "highest"}, SHAPES, "precision is 'highest'; it must be None: recipe='rowwise' sets"),
+    ({"pow2_scales": True}, SHAPES, "pow2_scales=True needs an FP8 recipe"),
+    (FP8 | {"plan": Plan("xla", fused=TileOrder())}, SHAPES, "recipe='rowwise' has no kernel for the plan's fused"),
+    (FP8 | {"plan": Plan("xla", gather=True)}, GAPS, r"unit_inside.* gathers rows: leave out gather"),
+    (
+        FP8 | {"plan": Plan("xla", down=grouped_matmul.Plan("xla"))},
+        TYPES,
+        r"plan is a jaxops\.ops\.grouped_matmul\.Plan",
+    ),
+    # With weights that are stored in FP8.
+    (
+        STORED | {"w_up": GOOD["w_up"]},
+        TYPES,
+        "w_up is .*array, w_down is a Quantized: pass three arrays",
+    ),
+    (STORED | FP8, SHAPES, "recipe='rowwise': with Quantized weights x is not quantized"),
+    (STORED | {"precision": "highest"}, SHAPES, "precision is 'highest'; it must be None: Quantized weights set"),
+    (
+        STORED | {"w_down": stored(E, F, N, scaling="rowwise")},
+        SHAPES,
+        "w_down has rowwise .*block_128x128 scales",
+    ),
+    (STORED | {"w_up": Quantized(None, None, scaling="block_128x128")}, SHAPES, "w_up has neither a row nor a column"),
+    (STORED | {"w_down": stored(E, N, F)}, SHAPES, r"w_down has shape .*it must be .*E, F, N"),
+    (STORED | {"backend": "triton"}, GAPS, "quantize_lhs=False use 'pallas'"),
+    (STORED | {"plan": Plan("xla", gather=True)}, GAPS, "backend='xla' has no kernel that gathers rows"),
+    (STORED | {"plan": Plan("pallas", fused=TileOrder())}, SHAPES, "no kernel for the plan's fused"),
 ]
 
 

@@ -15,6 +15,7 @@ import jaxops
 from jaxops._lib.numerics.activations import activate
 from jaxops.ops import fp8_matmul, moe_mlp, permute
 from jaxops.ops.moe_mlp.xla import weights_of_rows
+from tests.ops.moe_mlp import cases
 from tests.ops.moe_mlp.cases import NAMES, SHARD, Variant, check_zeros, clean, make_case, want_of
 from tests.ops.permute.cases import TILE
 
@@ -33,23 +34,9 @@ def plan_of(run: str) -> moe_mlp.Plan | None:
     return {"xla": moe_mlp.Plan("xla"), "interpret": PALLAS}.get(run)
 
 
-@functools.cache
 def compiled(variant: Variant, recipe: str, run: str, **options):
     """As cases.compiled."""
-
-    def everything(case: dict) -> dict:
-        routing = case["routing"]
-
-        def mlp(x, weights, *experts):
-            how = {"activation": variant.activation, "save": variant.save, "out_dtype": variant.out_dtype}
-            how |= {"recipe": recipe, "plan": plan_of(run)} | options
-            return jaxops.moe_mlp(x, *experts, dataclasses.replace(routing, weights=weights), **how)
-
-        operands = [case[name] for name in ("x", "w_gate", "w_up", "w_down")]
-        out, vjp = jax.vjp(mlp, operands[0], routing.weights, *operands[1:])
-        return dict(zip(NAMES, (out, *vjp(case["dout"].astype(out.dtype))), strict=True))
-
-    return jax.jit(everything)
+    return cases.compiled("xla", variant, **{"recipe": recipe, "precision": None, "plan": plan_of(run)} | options)
 
 
 @functools.cache
@@ -154,23 +141,6 @@ def test_each_tensor_is_cast_once(save, casts):
     )
 
 
-def test_wrong_arguments():
-    case = clean(make_case(SHARD))
-    call = functools.partial(jaxops.moe_mlp, *(case[name] for name in ("x", "w_gate", "w_up", "w_down", "routing")))
-    with pytest.raises(ValueError, match=r"recipe='delayed': write 'tensorwise', "):
-        call(recipe="delayed")
-    with pytest.raises(ValueError, match="precision is 'highest'; it must be None: recipe='blockwise' sets"):
-        call(recipe="blockwise", precision="highest")
-    with pytest.raises(ValueError, match="pow2_scales=True needs an FP8 recipe"):
-        call(pow2_scales=True)
-    with pytest.raises(ValueError, match="recipe='rowwise' has no kernel for the plan's fused"):
-        call(recipe="rowwise", plan=moe_mlp.Plan("xla", fused=moe_mlp.TileOrder()))
-    with pytest.raises(NotImplementedError, match=r"unit_inside.* gathers rows: leave out gather"):
-        call(recipe="rowwise", plan=moe_mlp.Plan("xla", gather=True))
-    with pytest.raises(TypeError, match=r"plan is a jaxops\.ops\.grouped_matmul\.Plan"):
-        call(recipe="rowwise", plan=moe_mlp.Plan("xla", down=jaxops.ops.grouped_matmul.Plan("xla")))
-
-
 HUGE = 1e6  # in a scale, it would round every other number here to zero
 
 
@@ -187,19 +157,3 @@ def test_tokens_without_a_row_reach_no_scale(recipe):
     want = [[49, 12.25, 0, 3.0625, 0.765625], [14, 7, 0, 3.5, 1.75], sums, sums, sums]
     for found, expected in zip((y, *pull(dout)), want, strict=True):
         np.testing.assert_allclose(found.ravel(), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
-def test_rows_outside_the_groups_reach_no_scale(backend):
-    """By hand, as above: the scale is 7 / 448, the weights are 1."""
-    x, offsets = jnp.array([[HUGE], [7], [3.5], [1.75], [HUGE]]), jnp.array([1, 2, 4], jnp.int32)
-    quantized = jaxops.quantize(x, scaling="tensorwise", group_offsets=offsets, backend=backend)
-    assert float(quantized.scales) == 1 / 64
-    assert quantized.values[1:4, 0].astype(jnp.float32).tolist() == [448, 224, 112]
-    call = functools.partial(jaxops.fp8_grouped_matmul, group_offsets=offsets, recipe="tensorwise", backend=backend)
-    y, pull = jax.vjp(call, x, jnp.ones((2, 1, 1)))
-    np.testing.assert_allclose(y.ravel(), [0, 7, 3.5, 1.75, 0], rtol=1e-6)
-    if backend == "xla":
-        dx, dw = pull(jnp.array([[HUGE], [1], [1], [1], [HUGE]]))
-        np.testing.assert_allclose(dx.ravel(), [0, 1, 1, 1, 0], rtol=1e-6)
-        np.testing.assert_allclose(dw.ravel(), [7, 5.25], rtol=1e-6)

@@ -32,52 +32,46 @@ INSIDE = dataclasses.replace(GATHERED, gather=False)
 AFTER = Plan("triton", unit_inside=False)
 
 
-def test_what_takes_it():
-    """Block scales, bfloat16, F a multiple of 128, enough rows; with the unit's tiles in place of the product's."""
-    plan = make_plan(PROBLEM, H200)
-    assert plan.unit_inside is True
-    assert plan.unit.fwd == fp8_matmul.UNIT_TILES
-    assert plan.unit.dgrad == make_plan(PROBLEM, H200, plan=AFTER).unit.dgrad
-    assert make_plan(PROBLEM, H200, plan=plan) == plan
-    assert make_plan(dataclasses.replace(PROBLEM, recipe="blockwise_with_gw_hp"), H200).unit_inside is True
-    changes = ({"F": 3648}, {"dtype": "float32"}, {"dtype": "float16"}, {"recipe": "tensorwise"}, {"recipe": "rowwise"})
-    for change in (*changes, {"T": 16}):
-        other = make_plan(dataclasses.replace(PROBLEM, **change), H200)
-        assert (other.backend, other.unit_inside) == ("triton", False)
-    for backend in ("pallas", "xla"):
-        assert make_plan(PROBLEM, H200, backend=backend).unit_inside is False
-    assert make_plan(dataclasses.replace(PROBLEM, recipe=None), H200).unit_inside is None
-    beside = make_plan(PROBLEM, dataclasses.replace(H200, shared=True))
-    assert beside.unit.fwd.dynamic
+NARROW = {"F": 1024, "E": 64}
 
 
-def test_which_rows_are_gathered():
-    """Those of narrow experts, by the kernel that casts the unit, unless the plan says otherwise; of any D."""
-    narrow = dataclasses.replace(PROBLEM, F=1024, E=64)
-    assert make_plan(narrow, H200).gather is True
-    assert make_plan(dataclasses.replace(narrow, D=1001), H200).gather is True
-    assert make_plan(PROBLEM, H200).gather is False
-    assert make_plan(PROBLEM, H200, plan=GATHERED).gather is True
-    assert make_plan(narrow, H200, plan=INSIDE).gather is False
-    inside = make_plan(narrow, H200, plan=Plan("triton", gather=False))
-    assert (inside.gather, inside.unit_inside) == (False, True)
-    assert make_plan(narrow, H200, plan=AFTER).gather is False
-    few = make_plan(dataclasses.replace(narrow, T=16), H200, plan=Plan("triton", gather=True))
-    assert (few.gather, few.unit_inside) == (True, True)
-    for change in ({"F": 960}, {"recipe": "rowwise"}, {"T": 16}):
-        assert make_plan(dataclasses.replace(narrow, **change), H200).gather is False
-    for backend in ("pallas", "xla"):
-        assert make_plan(narrow, H200, backend=backend).gather is False
-
-
-def test_explicit_plans_are_obeyed():
-    after, inside = make_plan(PROBLEM, H200, plan=AFTER), make_plan(PROBLEM, H200, plan=INSIDE)
-    assert (after.unit_inside, after.unit) == (False, fp8_matmul.make_plan(PROBLEM.fp8[0], H200))
-    assert (inside.unit_inside, inside.unit.fwd) == (True, TILES)
-    other = fp8_matmul.Plan("triton", fwd=fp8_matmul.Tiles("triton", 192, 128, stages=4))
-    assert make_plan(PROBLEM, H200, plan=Plan("triton", unit=other)).unit_inside is False
-    few = dataclasses.replace(PROBLEM, T=1)
-    assert make_plan(few, H200, plan=Plan("triton", unit_inside=True)).unit_inside is True
+@pytest.mark.parametrize(
+    ("change", "plan", "inside", "gather"),
+    [
+        ({}, Plan("triton"), True, False),
+        ({"recipe": "blockwise_with_gw_hp"}, Plan("triton"), True, False),
+        ({}, GATHERED, True, True),
+        *((NARROW | change, Plan("triton"), True, True) for change in ({}, {"D": 1001})),
+        (NARROW, INSIDE, True, False),
+        (NARROW, Plan("triton", gather=False), True, False),
+        (NARROW, AFTER, False, False),
+        # Other dtypes, scales and F, and few rows, but for a plan that says so.
+        *((NARROW | change, Plan("triton"), False, False) for change in (
+            {"F": 960}, {"dtype": "float32"}, {"dtype": "float16"}, {"recipe": "tensorwise"}, {"recipe": "rowwise"},
+            {"T": 16},
+        )),
+        (NARROW | {"T": 16}, Plan("triton", gather=True), True, True),
+        ({"T": 1}, Plan("triton", unit_inside=True), True, False),
+        ({}, Plan("triton", unit=fp8_matmul.Plan("triton", fwd=fp8_matmul.Tiles("triton", 192, 128))), False, False),
+        (NARROW, Plan("pallas"), False, False),
+        (NARROW, Plan("xla"), False, False),
+        ({"recipe": None}, Plan("triton"), None, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_chosen(change, plan, inside, gather):
+    """For block scales, bfloat16, F a multiple of 128, and enough rows the unit inside; rows of narrow experts are
+    gathered. The kernel has the unit's tiles in place of the product's."""
+    problem = dataclasses.replace(PROBLEM, **change)
+    made = make_plan(problem, H200, plan=plan)
+    assert (made.unit_inside, made.gather) == (inside, gather)
+    if plan == Plan("triton"):
+        assert make_plan(problem, H200) == make_plan(problem, H200, plan=made) == made
+    if inside:
+        assert made.unit.fwd == (fp8_matmul.UNIT_TILES if plan.unit is None else TILES)
+        assert made.unit.dgrad == make_plan(problem, H200, plan=AFTER).unit.dgrad
+    elif plan == AFTER:
+        assert made.unit == fp8_matmul.make_plan(problem.fp8[0], H200)
 
 
 @pytest.mark.parametrize(

@@ -159,29 +159,3 @@ def test_a_call_is_these_kernels():
         text = lower_for_h200(call, s((T, 64), "bfloat16"), s((T, 4), "float32"), *weights)
         names = re.findall(r'name = "((?:permute|moe_mlp|fp8|combine)\w*)"', text)
         assert sorted(names) == sorted([*kernels, "fp8_matmul_rows", "combine"])
-
-
-def test_wrong_arguments():
-    case, whole = stored_case(SHARD)
-    gate, up, down = (case[name] for name in WEIGHTS)
-    call = functools.partial(jaxops.moe_mlp, case["x"])
-    routing = case["routing"]
-    found = "w_gate is a Quantized, w_up is an array, w_down is a Quantized"
-    with pytest.raises(TypeError, match=f"{found}: pass three arrays, or three Quantized"):
-        call(gate, whole["w_up"], down, routing)
-    with pytest.raises(ValueError, match="recipe='blockwise': with Quantized weights x is not quantized"):
-        call(gate, up, down, routing, recipe="blockwise")
-    with pytest.raises(ValueError, match="precision is 'highest'; it must be None: Quantized weights set"):
-        call(gate, up, down, routing, precision="highest")
-    with pytest.raises(ValueError, match=r"w_down has rowwise scales and shape .*block_128x128 scales"):
-        call(gate, up, jaxops.quantize(whole["w_down"], scaling="rowwise", layouts="col"), routing)
-    with pytest.raises(ValueError, match="w_up has neither a row nor a column layout"):
-        call(gate, dataclasses.replace(up, values_t=None, scales_t=None), down, routing)
-    with pytest.raises(ValueError, match=r"w_down has shape .*it must be .*E, F, N"):
-        call(gate, up, down.T, routing)
-    with pytest.raises(NotImplementedError, match="quantize_lhs=False use 'pallas'"):
-        call(gate, up, down, routing, backend="triton")
-    with pytest.raises(NotImplementedError, match="backend='xla' has no kernel that gathers rows"):
-        call(gate, up, down, routing, plan=Plan("xla", gather=True))
-    with pytest.raises(ValueError, match="no kernel for the plan's fused"):
-        call(gate, up, down, routing, plan=Plan("pallas", fused=moe_mlp.TileOrder()))

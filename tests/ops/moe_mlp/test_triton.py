@@ -1,11 +1,12 @@
-"""Hopper's kernels: the backward's compiled for an H200 without one, and all of them run on one (marked gpu)."""
+"""Hopper's kernels, for an H200 without one: the backward's compiled, when plans choose them, the kernels of a call.
+
+Their numbers: tests/ops/hopper_cases.py, and of whole calls on a GPU test_values.py.
+"""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -17,11 +18,8 @@ from jaxops._lib.planning.device import Device
 from jaxops.ops import grouped_glu, grouped_matmul
 from jaxops.ops.moe_mlp import Plan, Problem, TileOrder, make_plan
 from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
-from tests.arrays import put
 from tests.gluon import SHARED_BYTES, Kernel, check, compiled, kernel_calls
 from tests.hopper import H200 as ABSTRACT
-from tests.ops.moe_mlp.cases import NAMES, Variant, check_values, check_zeros, make_case, want_of
-from tests.ops.moe_mlp.cases import compiled as jitted
 
 pytestmark = pytest.mark.versions
 
@@ -139,7 +137,6 @@ def test_which_rows_are_gathered():
         assert make_plan(dataclasses.replace(narrow, **change), H200).gather is False
     assert make_plan(PROBLEM, H200, plan=Plan("triton", gather=True)).gather is True
     assert make_plan(narrow, H200, plan=Plan("triton", gather=False)).gather is False
-    assert make_plan(narrow, H200, backend="pallas").gather is False
     with pytest.raises(NotImplementedError, match="64 columns at a time, and x has D = 1032"):
         make_plan(dataclasses.replace(PROBLEM, D=1032), H200, plan=Plan("triton", gather=True))
 
@@ -149,10 +146,8 @@ def test_what_auto_leaves_to_the_others():
     for change in ({"E": 265}, {"dtype": "float32"}, {"N": 1020}, {"F": 3580}, {"D": 1020}):
         plan = make_plan(dataclasses.replace(PROBLEM, **change), H200)
         assert (plan.backend, plan.fused) == ("pallas", None)
-    plan = make_plan(dataclasses.replace(PROBLEM, N=1020), H200)
-    assert plan.unit is not None
-    assert plan.down is not None
-    assert (plan.unit.backend, plan.down.backend) == ("triton", "pallas")
+        if "N" in change:
+            assert (plan.unit.backend, plan.down.backend) == ("triton", "pallas")
     assert make_plan(dataclasses.replace(PROBLEM, E=265), H200, backend="triton").backend == "triton"
 
 
@@ -198,64 +193,3 @@ def test_shard_map_checks_the_kernels_varying_axes():
         )
     assert "psum" in text
     assert "moe_mlp_bwd" in text
-
-
-# Groups of 1 to 70 rows; two tiles and more a program, some whole and some of a row; fewer rows than a consumer has in
-# all. F that ends within a piece of 64 columns, and within a tile's first and second one.
-SIZES = {
-    "few": Variant(T=90, D=712, F=136, N=712, k=2, E=12, first=1, last=11, capacity=14),
-    "ragged": Variant(T=900, D=712, F=1032, N=264, k=2, E=5, capacity=500),
-    "narrow": Variant(T=300, D=72, F=200, N=64, k=3, E=4, first=2),
-    "one": Variant(T=3, D=64, F=64, N=8, k=1, E=2),
-}
-
-
-@functools.cache
-def cases(name: str, dtype: str) -> tuple[dict, dict]:
-    variant = dataclasses.replace(SIZES[name], dtype=dtype)
-    case = make_case(variant)
-    return case, want_of(case, variant)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fused", [TileOrder(1), TileOrder(4, dynamic=True), TileOrder(8)], ids=["1", "4-dynamic", "8"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", SIZES)
-def test_values(name, dtype, fused):
-    """NaN outside the groups, the same bits twice."""
-    variant = dataclasses.replace(SIZES[name], dtype=dtype)
-    case, want = cases(name, dtype)
-    run = jitted("triton", variant, plan=Plan("triton", fused=fused), precision=None)
-    got, again = run(case), run(case)
-    check_values(got, want, variant)
-    check_zeros(got, case["routing"])
-    assert [np.asarray(got[key]).tobytes() for key in NAMES] == [np.asarray(again[key]).tobytes() for key in NAMES]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", SIZES)
-def test_gathered(name):
-    """The same bits as from a copy of the rows: whole and partial tiles, rows of no expert with wild indices; in each
-    order and depth."""
-    variant = dataclasses.replace(SIZES[name], dtype="bfloat16", D=192)
-    case = make_case(variant)
-    first, *_, end = np.asarray(case["routing"].group_offsets)
-    wild, row = np.asarray(case["routing"].row_indices).copy(), np.arange(variant.T * variant.k)
-    wild[(row < first) | (row >= end)] = np.iinfo(np.int32).min
-    case["routing"] = dataclasses.replace(case["routing"], row_indices=put(wild))
-    units = [
-        None,
-        *(
-            grouped_glu.Plan("triton", fused=fused)
-            for fused in (grouped_glu.FusedTiles(1, stages=4), grouped_glu.FusedTiles(2))
-        ),
-    ]
-    plans = [
-        Plan("triton", unit=unit, gather=gather) for unit, gather in ((None, False), *((unit, True) for unit in units))
-    ]
-    copied, *gathered = (jitted("triton", variant, plan=plan, precision=None)(case) for plan in plans)
-    check_values(gathered[0], want_of(case, variant), variant)
-    for found in gathered:
-        assert [np.asarray(found[key]).tobytes() for key in NAMES] == [
-            np.asarray(copied[key]).tobytes() for key in NAMES
-        ]

@@ -115,22 +115,6 @@ def test_compute_dtype(x_dtype, run):
         )
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_weights_of_zero(run):
-    """They have gradients all the same: what the experts' output would be worth. The experts have none then."""
-    case = make_case(SHARD)
-    case["routing"] = dataclasses.replace(
-        case["routing"],
-        weights=jnp.where(np.arange(SHARD.T)[:, None] < 8, 0 * case["routing"].weights, case["routing"].weights),
-    )
-    got = check(case, SHARD, run)
-    kept = has_row(case["routing"])
-    assert np.asarray(got["dweights"])[:8][kept[:8]].all()
-    case["routing"] = dataclasses.replace(case["routing"], weights=jnp.zeros((SHARD.T, SHARD.k)))
-    got = check(case, SHARD, run)
-    assert not any(np.asarray(got[name]).any() for name in NAMES if name != "dweights")
-
-
 @pytest.mark.parametrize("run", [*RUNS, *FEW])
 def test_bad_tokens_stay_with_themselves(run):
     """NaN in a token, its weight or its cotangent reaches only that token's results and its experts' gradients."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.quantize import Plan, Tiles
+from jaxops.ops.quantize import Beside, Format, Gathered, Plan, Tiles, cast
 from tests.arrays import put
 
 # "interpret": the kernels in Pallas' interpreter, on the CPU; on the GPU, "gpu" the kernels and "gpu-xla" plain XLA.
@@ -22,6 +22,14 @@ MOST = {E4M3: 448.0, E5M2: 57344.0}
 LEAST_NORMAL = {E4M3: 2.0**-6, E5M2: 2.0**-14}
 MANTISSA = {E4M3: 3, E5M2: 2}
 KEY = jax.random.key(7)
+R = 300  # rows of these groups
+OFFSETS = {
+    "unaligned": [0, 70, 201, 202, 300],
+    "empty": [0, 0, 128, 128, 300],
+    "outside": [17, 45, 45, 174, 290],
+    "nothing": [9, 9, 9, 9, 9],
+    "whole-blocks": [0, 128, 256, 256, 256],
+}
 
 
 def backend_of(run: str) -> str:
@@ -53,18 +61,18 @@ class Variant:
 
 
 @functools.cache
-def compiled(run: str, variant: Variant):
-    """A jitted function from x (and offsets) to a Quantized."""
-    v = variant
-    options = {
-        "scaling": v.scaling,
-        "layouts": v.layouts,
-        "dtype": v.dtype,
-        "pow2_scales": v.pow2,
-        "key": KEY if v.stochastic else None,
-    }
-    plan = Plan(backend_of(run), cast=v.tile, amax=v.amax)
-    return jax.jit(lambda x, offsets=None: jaxops.quantize(x, group_offsets=offsets, plan=plan, **options))
+def compiled(run: str, v: Variant):
+    """A jitted function from a tensor or another source (and offsets, amax) to a Quantized."""
+    form, plan = Format(v.scaling, v.dtype, v.pow2), Plan(backend_of(run), cast=v.tile, amax=v.amax)  # pyright: ignore[reportArgumentType]
+
+    def call(source, offsets=None, amax=None) -> jaxops.Quantized:
+        options = {"group_offsets": offsets, "amax": amax, "key": KEY if v.stochastic else None, "plan": plan}
+        if isinstance(source, (Gathered, Beside)):
+            return cast(source, form, v.layouts, **options)[0]
+        of_form = {"scaling": v.scaling, "dtype": v.dtype, "pow2_scales": v.pow2}
+        return jaxops.quantize(source, layouts=v.layouts, **of_form, **options)
+
+    return jax.jit(call)
 
 
 def make_x(shape, dtype="bfloat16", seed: int = 0) -> jax.Array:
@@ -185,28 +193,31 @@ def bits_of(a) -> np.ndarray:
     return np.where(np.isnan(a.astype(np.float32)), np.array(255, unsigned.dtype), unsigned)
 
 
+def check_bits(name: str, got, want) -> None:
+    """Shape, dtype and every bit."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), name
+    wrong = bits_of(got) != bits_of(want)
+    where = np.argwhere(wrong)[:5].tolist()
+    shown = "; ".join(f"{at}: got {got[tuple(at)]}, wanted {want[tuple(at)]}" for at in where)
+    assert not wrong.any(), f"{name}: {wrong.sum()} of {wrong.size} differ: {shown}"
+
+
 def check_equal(got, want: dict[str, np.ndarray], v: Variant, offsets=None) -> None:
     """The layouts that v asks for are there, with the very bits wanted; and no others."""
-    M = want["values"].shape[0]
     used = None if offsets is None else sum(-(-int(n) // 128) for n in np.diff(offsets))
     for name in ("values", "scales", "values_t", "scales_t"):
-        a = getattr(got, name)
+        a, b = getattr(got, name), want[name]
         if (v.layouts == "row" and name.endswith("_t")) or (v.layouts == "col" and not name.endswith("_t")):
             assert a is None, name
             continue
-        b = want[name]
-        assert a.shape == b.shape, (name, a.shape, b.shape)
-        assert a.dtype == b.dtype, name
         if used is not None and name == "values_t":
+            assert a.shape == b.shape
             a, b = a[:, : 128 * used], b[:, : 128 * used]
         if used is not None and name == "scales_t" and v.scaling == "block_1x128":
+            assert a.shape == b.shape
             a, b = a[:used], b[:used]
-        wrong = bits_of(a) != bits_of(b)
-        if wrong.any():
-            where = np.argwhere(wrong)[:5].tolist()
-            a, b = (np.asarray(y.astype(np.float32)) for y in (np.asarray(a), b))
-            shown = "; ".join(f"{at}: got {a[tuple(at)]!r}, wanted {b[tuple(at)]!r}" for at in where)
-            raise AssertionError(f"{v}, {name} of M={M}: {wrong.sum()} of {wrong.size} differ: {shown}")
+        check_bits(f"{v}, {name}", a, b)
 
 
 def check_stack(got, x, v: Variant, amax=None) -> None:

@@ -14,16 +14,7 @@ from jaxops.ops.quantize import Format, Halves, Output, quantize_computed
 from tests.compare import assert_close
 from tests.hopper import lower_for_h200
 from tests.jaxprs import same_program
-from tests.ops.quantize.cases import E4M3, E5M2, RUNS, Variant, backend_of, bits_of, make_x, np_quantize
-
-GROUPS = {  # of 300 rows
-    "unaligned": [0, 70, 201, 202, 300],
-    "empty": [0, 0, 128, 128, 300],
-    "outside": [17, 45, 45, 174, 290],
-    "nothing": [9, 9, 9, 9, 9],
-    "whole-blocks": [0, 128, 256, 256, 256],
-}
-R = 300
+from tests.ops.quantize.cases import E4M3, E5M2, OFFSETS, RUNS, R, Variant, backend_of, check_bits, make_x, np_quantize
 
 
 def products(a, left, right, weights):
@@ -131,7 +122,7 @@ def check_output(call: Call, output: Output, result, parts, offsets) -> None:
     variant = Variant(output.scaling, "both", output.form.dtype, pow2=output.form.pow2, ragged=True)
     want = np_quantize(np.concatenate(parts, axis=1), variant, offsets)
     assert (result.row is not None, len(result.cols)) == (output.row, output.parts * output.col)
-    equal = functools.partial(check_bits, call)
+    equal = lambda name, *arrays: check_bits(f"{call}, {name}", *arrays)
     if output.row:
         equal("values", result.row.values[mine], want["values"][mine])
         where = {"tensorwise": (), "rowwise": (mine,), "block_1x128": (slice(None), mine)}[output.scaling]
@@ -155,22 +146,13 @@ def check_output(call: Call, output: Output, result, parts, offsets) -> None:
         )  # fmt: skip
 
 
-def check_bits(call: Call, name: str, got, want) -> None:
-    got, want = np.asarray(got), np.asarray(want)
-    assert (got.shape, got.dtype) == (want.shape, want.dtype), name
-    wrong = bits_of(got) != bits_of(want)
-    where = np.argwhere(wrong)[:5].tolist()
-    shown = "; ".join(f"{at}: got {got[tuple(at)]}, wanted {want[tuple(at)]}" for at in where)
-    assert not wrong.any(), f"{call}, {name}: {wrong.sum()} of {wrong.size} differ: {shown}"
-
-
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_values(run, call):
     f, first = compiled(run, call), CALLS.index(call)
-    groups = list(GROUPS.values()) * 2
+    groups = list(OFFSETS.values()) * 2
     # The interpreter takes 0.2 s for each: three of the five, of each call others.
-    for offsets in groups[first % 5 :][:3] if run == "interpret" else GROUPS.values():
+    for offsets in groups[first % 5 :][:3] if run == "interpret" else OFFSETS.values():
         operands = operands_of(call, offsets=offsets)
         check(call, f(*operands, np.array(offsets, np.int32)), operands, offsets)
     assert f._cache_size() == 1
@@ -180,9 +162,9 @@ def test_values(run, call):
 @pytest.mark.parametrize("call", UNFUSED, ids=str)
 def test_what_spans_tiles_is_written_first(run, call):
     """A block of 128 columns across both parts; scales of whole columns."""
-    operands = operands_of(call, offsets=GROUPS["outside"])
-    got = compiled(run, call)(*operands, np.array(GROUPS["outside"], np.int32))
-    check(call, got, operands, GROUPS["outside"])
+    operands = operands_of(call, offsets=OFFSETS["outside"])
+    got = compiled(run, call)(*operands, np.array(OFFSETS["outside"], np.int32))
+    check(call, got, operands, OFFSETS["outside"])
 
 
 @pytest.mark.parametrize("run", RUNS[:3])

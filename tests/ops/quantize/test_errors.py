@@ -1,4 +1,7 @@
-"""Bad input is an error before anything is launched, and its message says what was passed and what to write instead."""
+"""Bad input is an error before anything is launched, and its message says what was passed and what to write instead.
+
+Wrong arrays, options and devices, one by one: tests/contracts.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +9,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops._lib.planning.device import Device
-from jaxops.ops.quantize import Plan, Problem, Tiles, make_plan
+from jaxops.ops.quantize import Plan, Tiles
 
 M, K = 6, 10
 OFFSETS = np.array([0, 2, 6], np.int32)
@@ -25,17 +27,8 @@ TENSOR, STACK = {"scaling": "tensorwise"}, shape(2, M, K)
 SHAPES, TYPES, GAPS = ValueError, TypeError, NotImplementedError
 ERRORS = [
     ({"x": shape(K)}, SHAPES, r"x has shape \(10,\).*\[M, K\] or a stack \[G, M, K\].*reshape"),
-    ({"x": shape(M, K, dtype="int8")}, TYPES, r"x is int8.*bfloat16, float16, float32.*x\.astype"),
-    ({"x": shape(M, K, dtype="float8_e5m2")}, TYPES, r"x is float8_e5m2"),
-    ({"x": [[1.0]]}, TYPES, r"x is a list.*\[M, K\]"),
-    ({"scaling": "blockwise"}, SHAPES, r"scaling='blockwise'.*'tensorwise', 'rowwise', 'block_1x128', 'block_128x128'"),
-    ({"layouts": "column"}, SHAPES, r"layouts='column'.*'row', 'col', 'both'"),
-    ({"dtype": jnp.bfloat16}, TYPES, r"dtype=bfloat16.*float8_e4m3fn, float8_e5m2"),
     ({"dtype": jnp.float8_e4m3fnuz}, TYPES, r"dtype=float8_e4m3fnuz"),
-    ({"backend": "triton"}, SHAPES, r"backend='triton'.*'auto', 'pallas' or 'xla'"),
     ({"backend": "xla", "plan": Plan("pallas")}, SHAPES, r"backend='xla' contradicts plan\.backend='pallas'"),
-    ({"group_offsets": OFFSETS[None]}, SHAPES, r"group_offsets has shape \(1, 3\)"),
-    ({"group_offsets": OFFSETS.astype(np.int64)}, TYPES, r"group_offsets is int64.*astype\(jnp\.int32\)"),
     ({"x": STACK, "group_offsets": OFFSETS}, SHAPES, r"x has shape \(2, 6, 10\), a stack.*one matrix \[M, K\]"),
     (
         {"scaling": "block_128x128", "group_offsets": OFFSETS},
@@ -67,14 +60,6 @@ def test_error(change, error, match):
 def test_dequantize_of_something_else():
     with pytest.raises(TypeError, match=r"q is a.*jaxops\.quantize"):
         jaxops.dequantize(jnp.ones((2, 2)))
-
-
-@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-16GB"])
-def test_a_gpu_without_fp8(kind):
-    problem = Problem(M, K, "bfloat16")
-    assert make_plan(problem, Device(kind, "gpu")).backend == "xla"
-    with pytest.raises(NotImplementedError, match=rf"8\.9 or newer.*{kind}.*backend='xla'"):
-        make_plan(problem, Device(kind, "gpu"), backend="pallas")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ No scale of the column layout spans two groups, and their columns are padded to 
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,33 +12,27 @@ import pytest
 
 import jaxops
 from jaxops._lib.ragged.offsets import padded_rows
-from jaxops.ops.quantize import Beside, Format, Gathered, Plan, Tiles, cast
+from jaxops.ops.quantize import Beside, Gathered, Tiles
 from tests.arrays import put
 from tests.jaxprs import same_program
 from tests.ops.quantize.cases import (
     E5M2,
     KERNELS,
-    KEY,
+    OFFSETS,
     RUNS,
     SCALINGS,
+    R,
     Variant,
-    backend_of,
     bits_of,
     check_equal,
     check_stack,
+    compiled,
     make_x,
     np_quantize,
 )
 from tests.window import window
 
-T, R, K, G = 61, 300, 133, 4
-OFFSETS = {
-    "unaligned": [0, 70, 201, 202, 300],
-    "empty": [0, 0, 128, 128, 300],
-    "outside": [17, 45, 45, 174, 290],
-    "nothing": [9, 9, 9, 9, 9],
-    "whole-blocks": [0, 128, 256, 256, 256],
-}
+T, K, G = 61, 133, 4
 BROKEN = ([-9, 50, 90, 120, 400], [250, 100, 299, 0, 300], [2**31 - 1, -(2**31), 7, 300, 5], [0, 300, 0, 300, 0])
 WILD = (-(2**31), -1, -T, T, T + 1, 2**31 - 1)
 RAGGED = [Variant(scaling, "both", ragged=True) for scaling in SCALINGS[:3]]
@@ -47,39 +40,26 @@ RAGGED[2] = dataclasses.replace(RAGGED[2], stochastic=True)
 GATHERED = [Variant(scaling, "col", ragged=True) for scaling in SCALINGS[:3]]
 
 
-@functools.cache
-def compiled(run: str, v: Variant):
-    """A jitted function from a source, offsets and perhaps amax to a Quantized."""
-    plan = Plan(backend_of(run), cast=v.tile, amax=v.amax) if backend_of(run) == "pallas" else Plan("xla")
-    how = {"plan": plan, "key": KEY if v.stochastic else None}
-    form = Format(v.scaling, v.dtype, v.pow2)  # pyright: ignore[reportArgumentType]
-    return jax.jit(
-        lambda source, offsets=None, amax=None: cast(source, form, v.layouts, group_offsets=offsets, amax=amax, **how)[
-            0
-        ]
-    )
-
-
-def rows_of(v: Variant, offsets, T: int = T, K: int = K, seed: int = 0):
-    """(a source of R ragged rows, the rows). Rows outside the groups hold NaN, infinities and huge numbers. Gathered
-    rows come from T tokens; some indices are wild, and count as the nearest ones."""
-    rng, R = np.random.default_rng(seed), max(offsets[-1], 1) if globals()["T"] != T else globals()["R"]
-    outside = np.r_[0 : offsets[0], offsets[-1] : R]
+def rows_of(v: Variant, offsets, tokens: int = T, K: int = K, seed: int = 0):
+    """(a source of ragged rows, the rows). Rows outside the groups hold NaN, infinities and huge numbers. Gathered
+    rows come from some tokens; some indices are wild, and count as the nearest ones."""
+    rng, count = np.random.default_rng(seed), R if tokens == T else max(offsets[-1], 1)
+    outside = np.r_[0 : offsets[0], offsets[-1] : count]
     bad = np.resize(np.array([np.nan, np.inf, 1e30]), len(outside))[:, None]
     if v.layouts != "col":
-        x = np.array(make_x((R, K), seed=1))
+        x = np.array(make_x((count, K), seed=1))
         x[outside] = bad
         return put(x), x
-    x = np.array(make_x((T, K), seed=seed))
-    indices = rng.integers(1, max(2, T - 3), R)
-    wild = rng.choice(R, min(R, 20), replace=False)
+    x = np.array(make_x((tokens, K), seed=seed))
+    indices = rng.integers(1, max(2, tokens - 3), count)
+    wild = rng.choice(count, min(count, 20), replace=False)
     indices[wild] = rng.choice(WILD, len(wild))
-    if T > 20:
+    if tokens > 20:
         x[[3, 20]] = np.array([[np.nan], [1e30]])
         indices[np.isin(indices, (3, 20))] = 5
         indices[outside] = np.resize(np.array([3, 20]), len(outside))
     indices = indices.astype(np.int32)
-    return Gathered(put(x), put(indices)), x[np.clip(indices, 0, T - 1)]
+    return Gathered(put(x), put(indices)), x[np.clip(indices, 0, tokens - 1)]
 
 
 def check_rows(run: str, v: Variant, offsets, amax=None, **sizes) -> None:
@@ -123,7 +103,7 @@ def test_row_layout_is_that_without_groups(run):
     ids=str,
 )
 def test_gathered_sizes(run, v, sizes, offsets):
-    check_rows(run, v, offsets, T=sizes[0], K=sizes[1])
+    check_rows(run, v, offsets, tokens=sizes[0], K=sizes[1])
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -160,6 +140,9 @@ def test_dequantize_takes_the_row_layout():
 
 # Tiles that hold columns of one tensor only, and of both; blocks of 128 columns of both; the border at a vector's end,
 # and inside of one; unequal widths. Where the border lies is one code for every scaling.
+STACKED = {"dtype": E5M2, "pow2": True}
+
+
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(
     ("v", "widths"),
@@ -169,48 +152,35 @@ def test_dequantize_takes_the_row_layout():
         (Variant("block_128x128"), (136, 136)),
         (Variant("tensorwise"), (256, 1)),
         (Variant("rowwise"), (133, 133)),
+        (Variant("tensorwise", "both", **STACKED), (51, 51)),
+        (Variant("rowwise", "col", **STACKED), (128, 128)),
+        (Variant("block_1x128", "row", **STACKED), (136, 136)),
+        (Variant("block_1x128", "col", **STACKED), (51, 51)),
+        (Variant("block_128x128", "row", **STACKED), (128, 128)),
     ],
     ids=str,
 )
 def test_beside(run, v, widths):
+    """Of matrices, and of stacks whose matrices have other magnitudes: each has its own scales, of both halves."""
     left, right = (make_x((150, width), seed=i) for i, width in enumerate(widths))
-    check_equal(compiled(run, v)(Beside(left, right)), np_quantize(np.concatenate([left, right], axis=1), v), v)
-
-
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(
-    ("scaling", "layouts", "F"),
-    [
-        ("tensorwise", "both", 51),
-        ("rowwise", "col", 128),
-        ("block_1x128", "row", 136),
-        ("block_1x128", "col", 51),
-        ("block_128x128", "row", 128),
-    ],
-)
-def test_stacks_beside(run, scaling, layouts, F):
-    """Of matrices with other magnitudes: each has its own scales, of both halves together."""
-    sizes, v = np.array([0.01, 30, 1], np.float32)[:, None, None], Variant(scaling, layouts, E5M2, pow2=True)
-    left, right = (make_x((3, 37, F), "float32", seed=i) * sizes for i in range(2))
+    if not v.pow2:
+        check_equal(compiled(run, v)(Beside(left, right)), np_quantize(np.concatenate([left, right], axis=1), v), v)
+        return
+    sizes = np.array([0.01, 30, 1], np.float32)[:, None, None]
+    left, right = (x[None, :37].astype(jnp.float32) * sizes for x in (left, right))
     check_stack(compiled(run, v)(Beside(left, right)), np.concatenate([left, right], axis=-1), v)
 
 
 @pytest.mark.parametrize("run", KERNELS)
-@pytest.mark.parametrize(
-    "v",
-    [
-        Variant("block_1x128", "both", tile=Tiles(128, 128, 4, 8, 4, 1)),
-        Variant("tensorwise", "row", tile=Tiles(32, 64, warps=2)),
-        Variant("rowwise", "both", tile=Tiles(128, 64, 32, 2, 4, 2), amax=Tiles(16, 64)),
-        Variant("rowwise", "row", tile=Tiles(8, 128, warps=1)),
-        *(dataclasses.replace(v, tile=Tiles(128, 64, 16, 4, 8, 2), amax=Tiles(16, 64)) for v in GATHERED),
-    ],
-    ids=lambda v: f"{v}-{v.tile.rows}x{v.tile.cols}",
-)
-def test_tiles(run, v):
-    if v.ragged:
-        check_rows(run, v, OFFSETS["outside"], seed=3)
-        return
+@pytest.mark.parametrize("v", GATHERED, ids=str)
+def test_tiles_of_gathered_rows(run, v):
+    tiles = {"tile": Tiles(128, 64, 16, 4, 8, 2), "amax": Tiles(16, 64)}
+    check_rows(run, dataclasses.replace(v, **tiles), OFFSETS["outside"], seed=3)
+
+
+@pytest.mark.parametrize("run", KERNELS)
+def test_tiles_of_tensors_beside(run):
+    v = Variant("rowwise", "both", tile=Tiles(128, 64, 32, 2, 4, 2), amax=Tiles(16, 64))
     left, right = make_x((150, 101), seed=1), make_x((150, 131), seed=2)
     check_equal(compiled(run, v)(Beside(left, right)), np_quantize(np.concatenate([left, right], axis=1), v), v)
 

@@ -2,14 +2,8 @@
 gradients, and tokens to experts."""
 
 from jaxops.parallel.collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from jaxops.parallel.exchange import gather_parts, sum_parts
-from jaxops.parallel.token_pieces import add_own_rows, gather_pieces
+from jaxops.parallel.exchange import add_own_rows, gather_parts, gather_pieces, sum_parts
 
 __all__ = [
-    "add_own_rows",
-    "all_gather_matmul",
-    "gather_parts",
-    "gather_pieces",
-    "matmul_reduce_scatter",
-    "sum_parts",
-]
+    "add_own_rows", "all_gather_matmul", "gather_parts", "gather_pieces", "matmul_reduce_scatter", "sum_parts",
+]  # fmt: skip

@@ -100,7 +100,7 @@ def _launch(spec: Spec, kernel: Any, plain: Any, *operands: Any) -> Any:
 
 
 def _gather_in_kernel(spec: Spec, plan: Plan, transposed: bool, x: jax.Array, w: jax.Array, rows: jax.Array | None):
-    from jaxops.parallel.gather_mosaic import gather_matmul
+    from jaxops.parallel.products_mosaic import gather_matmul
 
     assert plan.tiles is not None  # make_plan fills it
     kernel = functools.partial(gather_matmul, axis_name=spec.axis_name, tiles=plan.tiles, transposed=transposed)
@@ -113,7 +113,7 @@ def _gather_plain(spec: Spec, plan: Plan, transposed: bool, x: jax.Array, w: jax
 
 
 def _scatter_in_kernel(spec: Spec, plan: Plan, transposed: bool, pairs: Pairs, x: Any, rows: jax.Array | None):
-    from jaxops.parallel.scatter_mosaic import matmul_scatter
+    from jaxops.parallel.products_mosaic import matmul_scatter
 
     assert plan.tiles is not None  # make_plan fills it
     kernel = functools.partial(matmul_scatter, axis_name=spec.axis_name, tiles=plan.tiles, transposed=transposed)

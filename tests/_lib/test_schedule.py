@@ -72,15 +72,6 @@ def test_a_program_finds_its_tile(offsets, bm, M):
     np.testing.assert_array_equal(found, want)
 
 
-def test_groups():
-    """Largest first; where each starts in a copy whose groups fill whole tiles."""
-    group, start, end, first, total, zeros = (
-        x[:3].tolist() for x in columns(schedule_groups(jnp.array([5, 15, 15, 90], jnp.int32), 100, True, 64))
-    )
-    assert (group, start, end, first) == ([2, 0, 1], [15, 5, 15], [90, 15, 15], [1, 0, 1])
-    assert (total, zeros) == ([3] * 3, [0] * 3)
-
-
 def test_more_groups_than_a_program_sorts():
     """A program has 16 of 100 groups, the last block fewer. All groups, largest first; the tiles before each group."""
     G = 100

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.compare import assert_close
-from tests.contracts.entry import Arguments, Op
+from tests.contracts.entry import Arguments, Op, reference, whole
 from tests.contracts.layers import LAYERS
 from tests.contracts.ops import OPS
 from tests.ops.fp8_matmul.cases import kind_of, options_of
@@ -176,10 +176,53 @@ def check_outside(op: Op, arguments, results, gradients, spoilt) -> None:
         inside = np.broadcast_to(True if mask is None else ~mask, clean.shape)
         np.testing.assert_array_equal(bits(got)[inside], bits(clean)[inside])
         assert op.passes or not got[~inside].any()
-    assert not op.outside or any(np.any(mask) for mask in [*of_arguments.values(), *of_results] if mask is not None), (
-        "nothing is outside"
-    )
 
 
 def stacked(trees: list):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+@functools.cache
+def _program(name: str, way: str, options: tuple):
+    op = EVERYTHING[name]
+    return jax.jit(functools.partial(everything, op, way, how=op.ways[way] | dict(options)))
+
+
+@functools.cache
+def _reference_with(name: str, options: tuple):
+    return jax.jit(functools.partial(both, lambda arguments: reference(name, **whole(arguments), **dict(options))))
+
+
+def compare(name: str, way: str, arguments: Arguments, kind: str = "float32", scale: float = 1, **options: Any) -> None:
+    """Results and gradients are the reference's, in the dtypes of the rows and of the arguments, whatever
+    stands outside; there they are zero, and so are the gradients of empty groups. One program a shape and options.
+
+    Args:
+      options: of the call. A plan or a precision instead of the way's.
+    """
+    op = EVERYTHING[name]
+    program = _program(name, way, tuple(options.items()))
+    exact = _reference_with(name, tuple((key, x) for key, x in options.items() if key not in ("plan", "precision")))
+    shapes = jax.eval_shape(functools.partial(op.call, **op.ways[way] | options), arguments)
+    rng = np.random.default_rng(7)
+    cotangents = [rng.normal(size=x.shape).astype(x.dtype) for x in jax.tree.leaves(shapes)]
+    given, outside = spoiled(op, arguments, cotangents)
+    got = jax.tree.map(np.asarray, program(*parts(op, given), outside))
+    _, of_results = spoiled(op, arguments, [np.zeros(x.shape, np.float32) for x in cotangents])
+    clean = [np.where(np.isnan(x), 0, np.asarray(c, np.float32)) for x, c in zip(of_results, cotangents, strict=True)]
+    want = exact(*parts(op, jax.tree.map(lambda x: x.astype(np.float32) if is_float(x) else x, arguments)), clean)
+    assert {x.dtype for x in jax.tree.leaves(got[0])} == {arguments[op.local[0]].dtype} or op.name == "grouped_wgrad"
+    for (path, x), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert_close(x, w, kind, jax.tree_util.keystr(path), scale)
+    dtypes = lambda tree: jax.tree.map(lambda x: x.dtype, tree)
+    assert dtypes(got[1]) == dtypes(parts(op, arguments)[0])
+    check_outside(op, arguments, *got, got)
+    check_empty_groups(op, arguments, got[1])
+
+
+def check_empty_groups(op: Op, arguments: Arguments, gradients: Arguments) -> None:
+    """Their gradients are exactly zero: of weights, whose first axes are the groups, one array or several."""
+    empty = np.diff(arguments["group_offsets"]) == 0
+    for argument in set(op.wrt) - set(op.local) - {"accumulate_into"}:
+        matrices = [matrix for weights in jax.tree.leaves(gradients[argument]) for matrix in weights]
+        assert not any(matrix.any() for matrix, none in zip(matrices, empty, strict=bool(matrices)) if none)

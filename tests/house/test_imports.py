@@ -97,20 +97,13 @@ def test_arrows():
 
 def test_a_wrong_arrow_is_seen():
     for module, source in [
-        ("models.train", "from jaxops.ops.grouped_matmul import make_plan"),
         ("models.train", "import jaxops._lib.planning.device"),
-        ("jaxops.nn.grouped_linear", "from jaxops._lib.arrays import checks"),
         ("jaxops.nn.grouped_linear", "from jaxops.ops.grouped_matmul.plan import Plan"),
-        ("jaxops.ops.adaln.api", "from jaxops.ops.grouped_matmul import plan"),
-        ("jaxops.ops.adaln.api", "import jaxops.tuning"),
         ("jaxops.ops.adaln.api", "def f():\n    from jaxops import nn"),
         ("jaxops.ops.adaln.api", "from jax.experimental import pallas"),
-        ("jaxops.parallel.products", "from jax.experimental.pallas import mosaic_gpu"),
         ("jaxops.ops.adaln.api", "import triton"),
         ("jaxops.parallel", "import flax"),
         ("jaxops._lib.planning.device", "from jaxops.ops.grouped_matmul import Plan"),
-        ("jaxops.tuning", "from jaxops.nn import GroupedLinear"),
-        ("jaxops.profiling", "import benchmarks.harness"),
     ]:
         assert broken_rules(module, source), (module, source)
 

@@ -1,4 +1,4 @@
-"""GroupedLinear against one linear layer a group, and its manners as a Flax module."""
+"""GroupedLinear beside what tests/contracts has: without bias, unrounded gradients, initial values, errors."""
 
 import itertools
 
@@ -11,6 +11,7 @@ from flax import nnx
 from jaxops.nn import GroupedLinear
 from tests.arrays import put
 from tests.compare import assert_close
+from tests.contracts.entry import reference
 
 pytestmark = pytest.mark.versions
 
@@ -42,19 +43,11 @@ def wide(x: jax.Array) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
-def one_linear_a_group(module: GroupedLinear, x: jax.Array) -> np.ndarray:
-    out = np.zeros((M, OUT))
-    for g, (start, end) in enumerate(itertools.pairwise(OFFSETS)):
-        out[start:end] = wide(x)[start:end] @ wide(module.kernel[...])[g]
-        if module.bias is not None:
-            out[start:end] += wide(module.bias[...])[g]
-    return out
-
-
 def test_without_bias():
     module = layer(use_bias=False, precision="highest")
     assert module.bias is None
-    assert_close(apply(module, rows(), offsets()), one_linear_a_group(module, rows()), "float32")
+    want = reference("grouped_matmul", lhs=rows(), rhs=module.kernel[...], group_offsets=offsets())
+    assert_close(apply(module, rows(), offsets()), want, "float32")
 
 
 def test_float32_parameters_get_unrounded_gradients():

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxops.parallel import gather_parts, sum_parts
+from jaxops.parallel import add_own_rows, gather_parts, gather_pieces, sum_parts
 from tests.devices import needs_four
 
 pytestmark = [pytest.mark.versions, needs_four]
@@ -62,3 +62,19 @@ def test_sum_parts(mesh, axis_name, axis):
         whole = np.sum(np.stack(parts).astype(np.float64), axis=0)
         for number, want in zip(numbers, np.split(whole, len(numbers), axis), strict=True):
             np.testing.assert_allclose(got[number], want, rtol=1e-6)
+
+
+def test_pieces_are_added_in_float32():
+    """Results of experts, and gradients of tokens: sent in bfloat16, whose sums of 256 and 1 are 256."""
+    mesh = jax.make_mesh((4,), ("i",), (AxisType.Auto,), devices=jax.devices()[:4])
+    x = np.where(np.arange(4) == 0, 256, 1).astype(jnp.bfloat16)  # a number of each device, for every device
+
+    def device(x):
+        pieces = tuple(jnp.full((4, width), x[0]) for width in (1, 3))
+        own = tuple(jnp.full((1, width), x[0]) for width in (1, 3))
+        gradients = jax.vjp(lambda *own: gather_pieces(own, "i"), *own)[1](pieces)
+        return add_own_rows(pieces, "i"), gradients
+
+    split = jax.shard_map(device, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    for found in jax.tree.leaves(jax.jit(split)(x)):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), 260)  # of 259, by rounding to even

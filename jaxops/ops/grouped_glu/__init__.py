@@ -16,18 +16,6 @@ from jaxops.ops.grouped_glu.plan import (
 )
 
 __all__ = [
-    "SAVES",
-    "FusedTiles",
-    "Plan",
-    "Problem",
-    "TileOrder",
-    "Tiles",
-    "Unit",
-    "candidates",
-    "few_rows",
-    "few_rows_cut",
-    "glu_of_rows",
-    "grouped_glu",
-    "launch_unit",
-    "make_plan",
-]
+    "SAVES", "FusedTiles", "Plan", "Problem", "TileOrder", "Tiles", "Unit", "candidates", "few_rows", "few_rows_cut",
+    "glu_of_rows", "grouped_glu", "launch_unit", "make_plan",
+]  # fmt: skip

@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.arrays.differentiable import differentiable
+from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.precision import named_cast, resolve_precision
 from jaxops.ops.grouped_matmul.fwd_pallas import fwd_pallas
@@ -197,31 +197,25 @@ def grouped_matmul_sum(
     spec = Spec("grouped_matmul", (plan,), precision, c, out, c, c, transpose_rhs)
     left, right = operands[: len(lhs)], operands[len(lhs) :]
     full = 0 not in (*lhs[0].shape, *rhs[0].shape)
-    result: Any
-    if len(lhs) > 1 and plan.fwd is not None and plan.fwd.kernel == "triton" and full:
-        result = _sum_of_two(spec, left, right, group_offsets)
-        return result
+    hopper = len(lhs) > 1 and plan.fwd is not None and plan.fwd.kernel == "triton" and full
+    result: Any = (_sum_in_one if hopper else _sum)(spec, tuple(left), tuple(right), group_offsets)
+    return result
+
+
+def _sum(spec: Spec, lhs: Arrays, rhs: Arrays, offsets: jax.Array) -> jax.Array:
+    """A product for each pair."""
     wide = spec if len(lhs) == 1 else dataclasses.replace(spec, out_dtype=jnp.dtype("float32"))
-    products: Any = [matmul(wide, a, (b,), None, group_offsets) for a, b in zip(left, right, strict=True)]
-    return functools.reduce(jnp.add, products).astype(out)
+    products: Any = [matmul(wide, a, (b,), None, offsets) for a, b in zip(lhs, rhs, strict=True)]
+    return functools.reduce(jnp.add, products).astype(spec.out_dtype)
 
 
-def _sum_of_two_forward(spec: Spec, lhs, rhs, offsets):
-    (plan,), ((_, _, N), _) = spec.plans, shapes_of(tuple(rhs), spec.transpose_rhs)
+def _sum_on_hopper(spec: Spec, lhs: Arrays, rhs: Arrays, offsets: jax.Array) -> jax.Array:
+    """Both products in one kernel."""
+    (plan,), ((_, _, N), _) = spec.plans, shapes_of(rhs, spec.transpose_rhs)
     out = jax.ShapeDtypeStruct((lhs[0].shape[0], N), spec.out_dtype)
     assert plan.fwd is not None
     statics: dict[str, Any] = {"parts": None, "out": out, "transpose_rhs": spec.transpose_rhs}
-    return _launch("fwd", spec, plan.fwd, tuple(lhs), tuple(rhs), None, offsets, **statics)
+    return _launch("fwd", spec, plan.fwd, lhs, rhs, None, offsets, **statics)
 
 
-def _sum_of_two_fwd(spec: Spec, lhs, rhs, offsets):
-    return _sum_of_two(spec, lhs, rhs, offsets), (lhs, rhs, offsets)
-
-
-def _sum_of_two_bwd(spec: Spec, residuals, dout):
-    lhs, rhs, offsets = residuals
-    pairs = [_matmul_bwd(spec, (a, (b,), None, offsets), dout) for a, b in zip(lhs, rhs, strict=True)]
-    return [pair[0] for pair in pairs], [pair[1][0] for pair in pairs], None
-
-
-_sum_of_two = differentiable(_sum_of_two_forward, _sum_of_two_fwd, _sum_of_two_bwd, static=1)
+_sum_in_one = differentiable_as(_sum_on_hopper, _sum, static=1)

@@ -1,25 +1,18 @@
-"""Random problems for the gated linear unit, with NaN wherever nothing may be read, and the three ways to run them."""
+"""Plans with small tiles by the ways to run them, and random problems with NaN in rows outside of the groups."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxops
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_glu import Plan, Tiles
-from jaxops.ops.grouped_glu.reference import grouped_glu_reference
-from tests.arrays import put
-from tests.compare import assert_close
+from tests.ops.grouped_matmul.cases import RUNS, make_case
 from tests.ops.grouped_matmul.cases import plan_of as product_plan_of
-from tests.programs import jit_once
 
-# "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
-RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
-KERNELS = RUNS[1:]
+__all__ = ["FUSED", "RUNS", "SPLIT", "Case", "make_unit", "plan_of"]
 # The forward's kernel for few rows, and with sums that are split over programs.
 FUSED, SPLIT = ([run, pytest.param(f"{run}-gpu", marks=pytest.mark.gpu)] for run in ("fused", "fused-split"))
 
@@ -27,7 +20,7 @@ FUSED, SPLIT = ([run, pytest.param(f"{run}-gpu", marks=pytest.mark.gpu)] for run
 def plan_of(run: str) -> Plan:
     """Blocks smaller than the tests' sizes. "interpret" runs the activation kernels only, with products by XLA;
     "fused" the forward's kernel for few rows beside them."""
-    if run in ("xla", "own"):  # "own": tiles of the plan's choice
+    if run.startswith("own") or run == "xla":  # "own": tiles of the plan's choice
         return Plan("xla" if run == "xla" else "pallas")
     if run.startswith("fused"):
         tiles = grouped_matmul.Tiles(32, 16, 16, panel=2, tail=16, split=2 if "split" in run else 1)
@@ -46,63 +39,19 @@ class Case:
     offsets: jax.Array
 
     @property
-    def outside(self) -> np.ndarray:
-        row, offsets = np.arange(self.x.shape[0]), np.asarray(self.offsets)
-        return ((row < offsets[0]) | (row >= offsets[-1]))[:, None]
-
-    @property
     def arrays(self) -> tuple:
         return tuple(vars(self).values())
 
-
-def make_case(sizes, K: int, F: int, *, dtype="float32", before: int = 0, after: int = 0, seed: int = 0) -> Case:
-    rng = np.random.default_rng(seed)
-    offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    M, G = int(offsets[-1]) + after, len(sizes)
-    x, w_gate, w_up, dh = (rng.normal(size=shape) for shape in ((M, K), (G, K, F), (G, K, F), (M, F)))
-    for rows in (x, dh):  # in numpy: JAX would compile each step for each shape
-        rows[: offsets[0]] = rows[offsets[-1] :] = np.nan
-    scale = max(1, K) ** -0.5  # a gate of about one, where activations bend
-    return Case(*(put(x, dtype) for x in (x, scale * w_gate, w_up, dh)), put(offsets, jnp.int32))
+    def clean(self, *, joined: bool = False) -> dict:
+        """The op's arguments in numpy, without NaN."""
+        weights = {"w_gate": self.w_gate, "w_up": self.w_up}
+        if joined:
+            weights = {"w_gate": jnp.concatenate([self.w_gate, self.w_up], axis=2), "w_up": None}
+        given = {"x": jnp.nan_to_num(self.x)} | weights | {"group_offsets": self.offsets}
+        return jax.tree.map(np.asarray, given)
 
 
-def join(w_gate, w_up):
-    return jnp.concatenate([w_gate, w_up], axis=2)
-
-
-@jit_once("run", "joined", "options")
-def run_all(arrays, run: str, joined: bool = False, options: tuple = ()):
-    """(h, dx, dw_gate, dw_up); one compilation a shape, whatever the offsets."""
-    x, w_gate, w_up, dh, offsets = arrays
-
-    def f(x, w_gate, w_up):
-        weights = (join(w_gate, w_up), None) if joined else (w_gate, w_up)
-        return jaxops.grouped_glu(x, *weights, offsets, precision="highest", plan=plan_of(run), **dict(options))
-
-    h, vjp = jax.vjp(f, x, w_gate, w_up)
-    return h, *vjp(dh)
-
-
-@functools.partial(jax.jit, static_argnames="activation")
-def reference_all(arrays, activation: str = "silu"):
-    x, w_gate, w_up, dh, offsets = arrays
-    row = jnp.arange(x.shape[0])
-    outside = ((row < offsets[0]) | (row >= offsets[-1]))[:, None]
-    wide = [x.astype(jnp.float32) for x in (x, w_gate, w_up)]
-    h, vjp = jax.vjp(lambda *given: grouped_glu_reference(*given, offsets, activation=activation), *wide)
-    return h, *vjp(jnp.where(outside, 0, dh.astype(jnp.float32)))
-
-
-def check(case: Case, run: str, *, kind: str = "float32", joined: bool = False, **options) -> None:
-    """Output and gradients equal the reference's; gradients of empty groups and rows outside are exactly zero."""
-    got = run_all(case.arrays, run, joined, tuple(options.items()))
-    want = reference_all(case.arrays, options.get("activation", "silu"))
-    for name, g, w, primal in zip(("h", "dx", "dw_gate", "dw_up"), got, want, (case.x, *case.arrays), strict=False):
-        assert g.dtype == primal.dtype, f"{name} is {g.dtype}"
-        # Two products, a product of both and another one: each adds its roundings.
-        assert_close(g, w, kind, name, scale=2)
-    empty = np.diff(np.asarray(case.offsets)) == 0
-    for g in got[2:]:
-        assert not np.asarray(g)[empty].any()
-    for g in got[:2]:
-        assert not np.asarray(g)[case.outside[:, 0]].any()
+def make_unit(sizes, K: int, F: int, *, dtype="float32", before: int = 0, after: int = 0) -> Case:
+    gate, up = (make_case(sizes, K, F, dtype=dtype, before=before, after=after, seed=seed) for seed in (0, 1))
+    scale = jnp.asarray(max(1, K) ** -0.5, dtype)  # a gate of about one, where activations bend
+    return Case(gate.lhs, scale * gate.rhs, up.rhs, gate.dout, gate.offsets)

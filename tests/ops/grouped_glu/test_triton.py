@@ -15,7 +15,7 @@ from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_glu import FusedTiles, Plan, Problem, make_plan
 from jaxops.ops.grouped_glu.fwd_triton import fwd_triton
 from tests.gluon import SHARED_BYTES, check, compiled, launched
-from tests.ops.grouped_glu.cases import make_case
+from tests.ops.grouped_glu.cases import make_unit
 
 pytestmark = pytest.mark.versions
 
@@ -132,7 +132,7 @@ def results(x, w_gate, w_up, dh, offsets, activation, save, fused=None):
 @pytest.mark.parametrize("save", ["preactivations", "nothing"])
 def test_every_order_and_depth_give_the_same_bits(save):
     """The shallow pipeline has two buffers to store from, in turns."""
-    case = make_case([300, 0, 1, 723, 0, 512], 712, 1032, dtype="bfloat16", before=7, after=5)
+    case = make_unit([300, 0, 1, 723, 0, 512], 712, 1032, dtype="bfloat16", before=7, after=5)
     ways = [
         FusedTiles(panel, dynamic, stages)
         for panel, dynamic, stages in ((4, True, 4), (1, False, 4), (8, False, 3), (4, True, 3))

@@ -22,7 +22,6 @@ from tests.compare import assert_close
 from tests.gluon import Kernel, check, compiled, launched
 from tests.hopper import H200 as ABSTRACT
 from tests.ops.grouped_matmul.cases import make_case, reference_all
-from tests.split_sums import bounds
 
 pytestmark = pytest.mark.versions
 
@@ -75,30 +74,22 @@ def split(tiles: Tiles) -> Tiles:
     return dataclasses.replace(tiles, split=8)
 
 
-# Each tile in one pass at least. What ptxas spills outside of the mainloop are addresses for parts of sums: in clusters
+# Each tile and each epilogue. What ptxas spills outside of the mainloop are addresses for parts of sums: in clusters
 # more, since the number that the programs share takes registers, too.
 KERNELS = [
-    (TILES[128, 256, False, 128], "fwd", 0),
     (TILES[256, 128, False, 64], "fwd", 0),
     (TILES[128, 128, False, 128], "fwd", 0),
     (TILES[128, 256, False, 256], "fwd bias", 0),
     (TILES[128, 256, False, 256], "dgrad float32", 0),
     (TILES[128, 128, True, 64], "dgrad", 0),
-    (TILES[256, 128, False, 128], "wgrad", 0),
-    (TILES[128, 128, True, 128], "wgrad", 0),
     (TILES[128, 256, False, 256], "wgrad added", 0),
     (TILES[128, 256, False, 128], "dgrad sum", 0),
-    (TILES[128, 128, True, 64], "fwd sum", 0),
     (split(TILES[128, 256, False, 128]), "wgrad", 32),
     (split(TILES[256, 128, False, 64]), "wgrad", 32),
     (split(TILES[128, 128, True, 64]), "wgrad", 32),
-    (split(TILES[128, 128, False, 128]), "wgrad", 32),
     (CLUSTERS[3], "fwd bias", 0),
     (CLUSTERS[4], "dgrad", 0),
-    (CLUSTERS[4], "fwd float32", 0),
     (CLUSTERS[3], "wgrad added", 0),
-    (CLUSTERS[3], "fwd sum", 0),
-    (split(CLUSTERS[3]), "wgrad", 24),
     (split(CLUSTERS[4]), "wgrad", 44),
 ]
 
@@ -189,64 +180,35 @@ def test_waves_that_are_not_full(rows):
     case = make_case([rows // 3, rows - rows // 3 - 8], 264, 2056, dtype="bfloat16", after=8)
     plan = Plan("triton", fwd=Tiles(128, 256, 64, 8, 3, kernel="triton"))
     got = jax.jit(lambda lhs, rhs: jaxops.grouped_matmul(lhs, rhs, case.offsets, plan=plan))(case.lhs, case.rhs)
-    want = reference_all((case.lhs, case.rhs, jnp.zeros_like(case.bias), case.dout, case.offsets))[0]
+    want = reference_all((case.lhs, case.rhs, case.dout, case.offsets))[0]
     assert_close(got, want, "bfloat16")
-
-
-SPLIT_SIZES = {
-    "huge": [1] * 9 + [3_000] + [1] * 8,
-    "two": [0, 1_700, 65, 0, 1_300, 0],
-    "half": [700, 0, 130, 128, 127, 3],
-    "whole": [100] * 12,
-}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiles", TILES.values(), **NAMED)
-@pytest.mark.parametrize("sizes", SPLIT_SIZES.values(), ids=SPLIT_SIZES)
+@pytest.mark.parametrize("sizes", [[1] * 9 + [3_000] + [1] * 8, [0, 1_700, 65, 0, 1_300, 0]], ids=["huge", "two"])
 def test_split_sums(tiles, sizes):
-    """Twenty launches have the same bits, whichever program is the last one; and the values of whole sums."""
+    """Twenty launches have the same bits, whichever program is the last one. A row that is NaN stays in its group."""
     case = make_case(sizes, 712, 1032, dtype="bfloat16", before=7, after=5)
-    want = reference_all((case.lhs, case.rhs, jnp.zeros_like(case.bias), case.dout, case.offsets))[2]
+    want = reference_all((case.lhs, case.rhs, case.dout, case.offsets))[2]
+    plan = Plan("triton", wgrad=dataclasses.replace(tiles, split=7, dynamic=True))
+    sums = jax.random.normal(jax.random.key(3), want.shape, jnp.float32)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def wgrad(split, lhs, dout, sums=None):
-        plan = Plan("triton", wgrad=dataclasses.replace(tiles, split=split, dynamic=True))
-        return jaxops.grouped_wgrad(lhs, dout, case.offsets, plan=plan, accumulate_into=sums)
+    @jax.jit
+    def wgrad(lhs, dout):
+        return [jaxops.grouped_wgrad(lhs, dout, case.offsets, plan=plan, accumulate_into=into) for into in (None, sums)]
 
-    got, whole = wgrad(7, case.lhs, case.dout), wgrad(1, case.lhs, case.dout)
+    first = got, added = wgrad(case.lhs, case.dout)
     for g in range(len(sizes)):  # each has errors as large as its own sums
         assert_close(got[g], want[g], "bfloat16", name=f"group {g}")
-        assert_close(got[g], whole[g], "bfloat16", name=f"group {g}, whole sums", roundings=2)
-    for _ in range(20):
-        assert np.asarray(wgrad(7, case.lhs, case.dout)).tobytes() == np.asarray(got).tobytes()
-    for g, size in enumerate(sizes):
-        if size == 0:
-            assert not np.asarray(got[g]).any()
-
-    sums = jax.random.normal(jax.random.key(3), got.shape, jnp.float32)
-    added = wgrad(7, case.lhs, case.dout, sums)
     assert_close(added - sums, want, "bfloat16", scale=2)
-    empty = np.flatnonzero(np.array(sizes) == 0)
-    np.testing.assert_array_equal(np.asarray(added)[empty], np.asarray(sums)[empty])
-    assert np.asarray(wgrad(7, case.lhs, case.dout, sums)).tobytes() == np.asarray(added).tobytes()
-
+    for _ in range(20):
+        for x, again in zip(first, wgrad(case.lhs, case.dout), strict=True):
+            assert np.asarray(again).tobytes() == np.asarray(x).tobytes()
     last = int(np.flatnonzero(sizes)[-1])
-    broken = case.lhs.at[int(case.offsets[last + 1]) - 1].set(jnp.nan)
-    found = np.asarray(wgrad(7, broken, case.dout), np.float32)
+    found = np.asarray(wgrad(case.lhs.at[int(case.offsets[last + 1]) - 1].set(jnp.nan), case.dout)[0], np.float32)
     assert np.isnan(found[last]).all()
     np.testing.assert_array_equal(np.delete(found, last, 0), np.delete(np.asarray(got, np.float32), last, 0))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("offsets", [[0, 4_000] * 3, [-5, 300_000, 2, 5_000, 0, 900]], ids=["every", "beyond"])
-def test_split_sums_of_wild_offsets(offsets):
-    """Wrong rows at most, in memory that is the operands'."""
-    lhs, dout = (jax.random.normal(jax.random.key(i), (4_000, n), jnp.bfloat16) for i, n in enumerate((712, 1032)))
-    plan = Plan("triton", wgrad=Tiles(128, 256, 64, 8, 3, kernel="triton", dynamic=True, split=9))
-    got = jax.jit(lambda *given: jaxops.grouped_wgrad(*given, plan=plan))(lhs, dout, jnp.array(offsets, jnp.int32))
-    for g, (lo, hi) in enumerate(bounds(np.array(offsets), 4_000)):
-        assert_close(got[g], lhs[lo:hi].astype(jnp.float32).T @ dout[lo:hi].astype(jnp.float32), "bfloat16", scale=2)
 
 
 @pytest.mark.gpu
@@ -264,21 +226,7 @@ def test_products_that_share_a_work_list():
     once, twice, gradient, twice_gradient = both(case.lhs, case.rhs, case.dout)
     np.testing.assert_array_equal(np.asarray(twice), 2 * np.asarray(once))
     np.testing.assert_array_equal(np.asarray(twice_gradient), 2 * np.asarray(gradient))
-    assert_close(
-        once, reference_all((case.lhs, case.rhs, jnp.zeros_like(case.bias), case.dout, case.offsets))[0], "bfloat16"
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("offsets", [[0, 4_000] * 3, [-5, 300_000, 2, 5_000, 0, 900]], ids=["every", "beyond"])
-def test_wild_offsets(offsets):
-    """All rows are in a group, some in several. All groups have the same weights: the order of stores has no effect."""
-    lhs, w = (
-        jax.random.normal(jax.random.key(i), size, jnp.bfloat16) for i, size in enumerate(((4_000, 712), (712, 520)))
-    )
-    rhs, plan = jnp.broadcast_to(w, (5, *w.shape)), Plan("triton", fwd=CLUSTERS[3])
-    got = jax.jit(lambda: jaxops.grouped_matmul(lhs, rhs, jnp.array(offsets, jnp.int32), plan=plan))()
-    assert_close(got, lhs.astype(jnp.float32) @ w.astype(jnp.float32), "bfloat16")
+    assert_close(once, reference_all((case.lhs, case.rhs, case.dout, case.offsets))[0], "bfloat16")
 
 
 @pytest.mark.gpu
@@ -300,7 +248,7 @@ def test_stacked_layers():
     for i, w in enumerate(weights):
         assert_close(
             one_by_one(w)[0],
-            reference_all((lhs, w, jnp.zeros_like(cases[0].bias), dout, offsets))[0],
+            reference_all((lhs, w, dout, offsets))[0],
             "bfloat16",
             str(i),
         )

@@ -7,10 +7,9 @@ import pytest
 from jaxops._lib.planning import device as device_facts
 from jaxops._lib.planning.device import Device
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, make_plan
-from jaxops.ops.grouped_matmul.modalities import Part, launches, parts_of
+from jaxops.ops.grouped_matmul.modalities import launches
 from jaxops.ops.grouped_matmul.plan import PASSES
 from jaxops.ops.modality_grouped_matmul import make_plans
-from tests.ops.modality_grouped_matmul.cases import plans as plans_from
 
 pytestmark = pytest.mark.versions
 
@@ -93,12 +92,6 @@ def test_explicit_then_tuned():
     plans, free = make_plans(PROBLEMS, H200, [row], plan=given), make_plans(PROBLEMS, H200, backend="pallas")
     assert tiles_of(plans, "fwd") == (mark(1), mark(2), mark(1))
     assert tiles_of(plans, "wgrad") == tiles_of(free, "wgrad")
-
-
-def test_whole_explicit_plans_are_kept():
-    given = plans_from("pallas", *((mark(i), mark(i + 1), mark(i + 2)) for i in (1, 5, 9)))
-    found = make_plans(PROBLEMS, A100, plan=given)
-    assert [tiles_of(found, name) for name in PASSES] == [tiles_of(given, name) for name in PASSES]
     one = make_plans(PROBLEMS, A100, plan=Plan("pallas", mark(1), mark(2), mark(3)))
     assert [tiles_of(one, name) for name in PASSES] == [(mark(i),) * 3 for i in (1, 2, 3)]
 
@@ -118,14 +111,6 @@ def test_backends():
     few = problems(VISION, TEXT, AUDIO, M=32)  # tiny groups, which grouped_matmul leaves to Pallas
     assert {plan.fwd.kernel for plan in make_plans(few, H200)} == {"pallas"}
     assert {plan.fwd.kernel for plan in make_plans(few, H200, backend="triton")} == {"triton"}
-
-
-def test_parts_have_every_run_once():
-    """Of modalities without groups or columns, too: the one before them writes their rows, or the first one of all."""
-    assert parts_of(((2, 8, 8), (3, 8, 8))) == [Part(0, (0, 2), (0, 3)), Part(1, (2, 5), (3, 7))]
-    found = parts_of(((0, 8, 8), (2, 0, 8), (3, 8, 8), (1, 8, 0), (2, 8, 8), (0, 1, 1), (4, 0, 0)))
-    assert found == [Part(2, (2, 5), (0, 7)), Part(4, (6, 8), (7, 14))]
-    assert parts_of(((0, 8, 8), (2, 0, 8))) == []
 
 
 def test_launches():

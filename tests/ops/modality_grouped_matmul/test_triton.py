@@ -1,5 +1,7 @@
 """The Hopper kernels: compiled for an H200 without one, and run on one (marked gpu)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,9 @@ import jaxops
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.modalities import parts_of
 from jaxops.ops.modality_grouped_matmul.gemm_triton import wgrad_triton
+from tests.contracts.run import compare
 from tests.gluon import Kernel, check, compiled
-from tests.ops.modality_grouped_matmul.cases import HOPPER, make_case, run_all
-from tests.ops.modality_grouped_matmul.cases import check as check_values
+from tests.ops.modality_grouped_matmul.cases import HOPPER, arguments_of
 
 pytestmark = pytest.mark.versions
 
@@ -88,14 +90,11 @@ def test_other_tiles(size, transposed, tmp_path):
 @pytest.mark.gpu
 def test_float32_results_and_five_modalities():
     """float32 leaves from registers; the fifth modality is another launch's."""
-    case = make_case(
-        [90, 0, 300, 41, 7, 0, 130, 64, 33], (*HOPPER, (2, 136, 24), (1, 328, 712)), dtype="bfloat16", before=3, after=9
-    )
+    shapes = (*HOPPER, (2, 136, 24), (1, 328, 712))
+    given = arguments_of([90, 0, 300, 41, 7, 0, 130, 64, 33], shapes, dtype="bfloat16", before=3, after=9)
     each = TILES[128, 256, False]
     plan = Plan("triton", each, each, each)
-    check_values(case, "triton", kind="bfloat16", precision=None, plan=plan)
-    wide = jax.jit(
-        lambda lhs, rhs: jaxops.modality_grouped_matmul(lhs, rhs, case.offsets, out_dtype=jnp.float32, plan=plan)
-    )(case.lhs, case.rhs)
-    out, *_ = run_all(case.arrays(), "triton", precision=None, plan=plan)
+    compare("modality_grouped_matmul", "xla", given, "bfloat16", plan=plan, precision=None)
+    call = jax.jit(functools.partial(jaxops.modality_grouped_matmul, plan=plan), static_argnames="out_dtype")
+    wide, out = (call(**given, out_dtype=dtype) for dtype in ("float32", "bfloat16"))
     np.testing.assert_array_equal(np.asarray(wide.astype(jnp.bfloat16)), np.asarray(out))

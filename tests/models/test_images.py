@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from models.data.image_files import fitting_grid
 from models.data.images import (
     DATA_SETS,
     Batch,
     DataSet,
     Images,
     every_image_once,
-    fitting_grid,
     image_batches,
     next_batch,
     pack,

@@ -113,7 +113,7 @@ def test_no_pairs(folder, tmp_path_factory):
         (lambda folder: [save(folder / f"{x}.png") for x in "xyz"], r"x\.txt is missing, and 2 more"),
         (lambda folder: (folder / "x.txt").write_text("x"), r"x\.txt is the caption of no image"),
         (lambda folder: save(folder / "x.png", " \n"), r"x\.txt: the caption is empty"),
-        (lambda folder: save(folder / "x.png", b"\xff\xfe"), r"x\.txt is no text: byte 0 is not UTF-8"),
+        (lambda folder: save(folder / "x.png", b"\xff\xfe"), r"x\.txt is no text: line 1, byte 0"),
         (lambda folder: save(folder / "x.png", "a\0b"), r"x\.txt: the caption has a zero byte"),
         (lambda folder: [save(folder / "x.png", "x"), save(folder / "x.bmp")], r"x\.bmp and x\.png have one caption"),
         (

@@ -11,7 +11,6 @@ import pydantic
 
 from models.decoder import DecoderConfig
 from models.hf.families import MODELS, Keys, keys_of, layer_kinds, settings_of
-from models.hf.quantized import check_quantization
 from models.hf.rope import Rope
 from models.hf.unread import MEANINGLESS, MEANINGLESS_OF_ROPE, READ_FOR_ALL, says_nothing
 
@@ -19,8 +18,6 @@ NAME = "config.json"
 MOST_TOKENS = 2**31  # tokens are int32
 NULL_COUNTS = {key for key, of in Keys.model_fields.items() if type(None) in typing.get_args(of.annotation)}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers reads any of them
-
-
 # Settings of a `DecoderConfig` that no checkpoint has.
 OF_A_RUN = (
     "dtype",
@@ -81,13 +78,13 @@ def _architecture(given: dict[str, Any]) -> str:
 
 def _flat(given: dict[str, Any]) -> dict[str, Any]:
     """With the keys of the rotary positions that `Rope` does not have beside the others, as rope_scaling.KEY."""
-    found = dict(given)
+    flat = dict(given)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(given.get(name), dict):
             inner = {key: value for key, value in given[name].items() if value is not None}
-            found[name] = {key: inner.pop(key) for key in list(inner) if key in (*Rope.model_fields, "type")} or None
-            found |= {f"{name}.{key}": value for key, value in inner.items() if key not in MEANINGLESS_OF_ROPE}
-    return found
+            flat[name] = {key: inner.pop(key) for key in list(inner) if key in (*Rope.model_fields, "type")} or None
+            flat |= {f"{name}.{key}": value for key, value in inner.items() if key not in MEANINGLESS_OF_ROPE}
+    return flat
 
 
 def _check_unread(architecture: str, given: dict[str, Any], unread: list[str], ignored: Collection[str] | None) -> None:
@@ -123,17 +120,16 @@ def _settings(architecture: str, given: dict[str, Any], ignored: Collection[str]
     family = MODELS[architecture]
     given = _flat(given)
     read = {key: value for key, value in given.items() if value is not None or key in NULL_COUNTS & family.reads}
-    found = {key: read.pop(key) for key in EXPERTS if key in read and family.has_experts}
-    if len({json.dumps(value) for value in found.values()}) > 1:
-        raise ValueError(f"{' and '.join(f'{key} is {value}' for key, value in found.items())}; they mean the same")
+    experts = {key: read.pop(key) for key in EXPERTS if key in read and family.has_experts}
+    if len({json.dumps(value) for value in experts.values()}) > 1:
+        raise ValueError(f"{' and '.join(f'{key} is {value}' for key, value in experts.items())}; they mean the same")
     known = family.defaults | {key: read.pop(key) for key in list(read) if key in family.reads}
-    keys = Keys.model_validate(known | ({"num_experts": next(iter(found.values()))} if found else {}))
+    keys = Keys.model_validate(known | ({"num_experts": next(iter(experts.values()))} if experts else {}))
     settings = settings_of(family, keys)
     harmless = {key for key in read if key in MEANINGLESS or says_nothing(key, given)}
     if read.get("layer_types") == layer_kinds(settings["layers"], settings["window"], settings["sliding"]):
         harmless.add("layer_types")
     _check_unread(architecture, given, [key for key in read if key not in harmless], ignored)
-    check_quantization(architecture, keys.quantization_config)
     return settings
 
 

@@ -5,21 +5,44 @@ A key is read, or `models.hf.unread` knows that it changes nothing, or `models.h
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from models.decoder import DecoderConfig, Latent
-from models.hf.rope import Rope, Whole, rope_keys
+from models.hf.rope import STRICT, Rope, Whole, rope_keys
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Quantization(pydantic.BaseModel):
+    """Keys that change nothing: which tensors are quantized, their dtypes say; scale_fmt is of activations."""
+
+    model_config = STRICT
+
+    modules_to_not_convert: Any = None
+    modules_to_convert: Any = None
+    dequantize: Any = None
+    scale_fmt: Any = None
+
+
+class Fp8(Quantization):
+    quant_method: Literal["fp8"]
+    weight_block_size: list[Literal[128]] = pydantic.Field(min_length=2, max_length=2)
+    fmt: Literal["e4m3"] | None = None
+    activation_scheme: Literal["dynamic"] | None = None
+    expert_dtype: Literal["fp8"] | None = None
+
+
+class Mxfp4(Quantization):
+    quant_method: Literal["mxfp4"]
 
 
 class ReadByAll(pydantic.BaseModel):
     """The keys that every class of transformers reads here, with its defaults."""
 
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = STRICT
 
     vocab_size: PositiveInt = 32_000
     hidden_size: PositiveInt = 4096
@@ -37,7 +60,7 @@ class ReadByAll(pydantic.BaseModel):
     rope_parameters: Rope | None = None
     rope_scaling: Rope | None = None
     partial_rotary_factor: Whole = 1.0
-    quantization_config: dict[str, Any] | None = None
+    quantization_config: Annotated[Fp8 | Mxfp4, pydantic.Field(discriminator="quant_method")] | None = None
 
 
 class Keys(ReadByAll):
@@ -250,6 +273,8 @@ def settings_of(family: Family, keys: Keys) -> dict[str, Any]:
       ValueError: keys that do not fit together.
     """
     heads, reads = keys.num_attention_heads, family.reads
+    if isinstance(keys.quantization_config, Mxfp4) and family is not MODELS["GptOssForCausalLM"]:
+        raise ValueError("quantization_config is mxfp4, which only GptOssForCausalLM has here")
     if keys.head_dim is None and keys.hidden_size < heads:
         raise ValueError(f"hidden_size is {keys.hidden_size} and num_attention_heads {heads}, without a head_dim")
     window, sliding = window_of(family, keys)

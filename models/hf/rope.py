@@ -8,6 +8,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from models.decoder import RopeScaling
 
+STRICT = pydantic.ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 # Of each kind its numbers, and the settings that they are.
 NUMBERS = {
     "linear": {"factor": "factor"},
@@ -22,7 +23,7 @@ OPTIONAL = ("slow", "fast")  # with the defaults of `RopeScaling`
 class Rope(pydantic.BaseModel):
     """`rope_parameters`, or `rope_scaling` before transformers 5."""
 
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = STRICT
 
     rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
     rope_theta: PositiveFloat | None = None

@@ -17,8 +17,8 @@ from flax import nnx, traverse_util
 from models import hf
 from models.decoder import Decoder
 from models.hf.checkpoint import checkpoint_tensor, uses_of
-from models.hf.files import INDEX
 from models.hf.names import table
+from models.hf.tensors import INDEX
 from tests.models.hf_checkpoints import ALIKE, DATA, NAMES, changed, loaded, stored
 
 

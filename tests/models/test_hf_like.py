@@ -13,7 +13,7 @@ from flax import nnx, traverse_util
 
 from models import hf
 from models.hf import quantized as hf_quantized
-from models.hf.files import INDEX
+from models.hf.tensors import INDEX
 from tests.models.hf_checkpoints import DATA, NAMES, changed, stored
 
 

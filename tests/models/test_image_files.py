@@ -207,24 +207,3 @@ def test_links_to_nothing_and_pipes(tmp_path, make, name):
     for read in (lambda: read_data(str(tmp_path), 0, 4, 64), lambda: read_pairs(str(tmp_path), 4, 64)):
         with pytest.raises(ValueError, match=rf"/{name} is no file, or a link to nothing: repair it, or remove"):
             read()
-
-
-def test_a_folder_that_must_not_be_listed(tmp_path, monkeypatch):
-    save(tmp_path / "a" / "b" / "0.png")
-    allowed = Path.iterdir
-
-    def iterdir(path):
-        if path.name == "b":
-            raise PermissionError(13, "Permission denied", str(path))
-        return allowed(path)
-
-    monkeypatch.setattr(Path, "iterdir", iterdir)
-    with pytest.raises(PermissionError, match=r"a/b cannot be read: Permission denied\. Allow it"):
-        find_images(tmp_path)
-
-
-def test_images_of_which_none_is_read(tmp_path):
-    for i in range(20):
-        (tmp_path / f"{i}.HEIC").touch()
-    with pytest.raises(ValueError, match=r"has 0 images; of 10 in a class, one can be held out\. not read: 20 \.heic$"):
-        read_data(str(tmp_path), 0, 4, 64)

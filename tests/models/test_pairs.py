@@ -132,9 +132,7 @@ def test_a_folder_with_an_error(folder, change, error):
     ("line", "error"),
     [
         ("{", r"line 2: '\{' is no JSON object with an \"image\" and a \"text\" that are strings"),
-        ('{"image": "00.png"}', 'line 2: .* is no JSON object with an "image" and a "text"'),
         ('{"image": "00.png", "text": 7}', "that are strings"),
-        ("[1]", "that are strings"),
         ('{"image": "none.png", "text": "x"}', r"line 2: there is no image .*none\.png"),
         ('{"image": "00.png", "text": " "}', "line 2: the caption is empty"),
     ],

@@ -53,13 +53,11 @@ def conversation(line: dict[str, Any], source: str) -> Conversation:
     """
     messages, tools = line["messages"], line.get("tools")
 
-    def needs(holds: bool, what: str, given: Any, needed: str) -> None:
+    def needs(holds: Any, what: str, given: Any, needed: str) -> None:
         if not holds:
             raise ValueError(f"{source}{what} is {repr(given)[:80]}; it must be {needed}.")
 
-    needs(
-        isinstance(messages, list) and len(messages) > 0, ': "messages"', messages, "a list of messages, one at least"
-    )
+    needs(isinstance(messages, list) and messages, ': "messages"', messages, "a list of messages, one at least")
     is_tools = tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))
     needs(is_tools, ': "tools"', tools, "a list of objects")
     for number, message in enumerate(messages):

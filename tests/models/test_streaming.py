@@ -108,6 +108,12 @@ def test_what_is_streamed_is_what_decoding_at_once_gives(kinds, name, before, af
     assert shown == stream.text == tokenizer.decode(prompt + drawn)[len(tokenizer.decode(prompt)) :]
 
 
+def test_a_token_that_ends_within_a_character(kinds):
+    tokens = [kinds["ByteLevel"].tokenizer.token_to_id(piece) for piece in ("ä½", "łå", "¥", "½")]
+    stream = TextStream(kinds["ByteLevel"], [])
+    assert [stream.add(token) for token in tokens] == ["", "", "", "你好"]
+
+
 def test_the_stop_word_that_ends_first(kinds):
     """As letter by letter, if a token completes several."""
     stream = TextStream(kinds["Gemma"], [], ["n't", "'"])

@@ -15,6 +15,7 @@ from models.decoder import Decoder, DecoderConfig, Latent, RopeScaling
 from models.decoder.attention import soft_attention
 from models.decoder.cache import Places, write
 from models.decoder.experts import Experts
+from models.decoder.model import lengths_of
 from models.decoder.weights import StoredFp8Linear, matrix_of
 from models.generate.inference import for_inference
 from models.hf import quantized as hf_quantized
@@ -240,6 +241,11 @@ def test_recomputed_and_unrolled_layers_give_the_same_gradients(config, plain):
     assert all(np.any(leaf) for leaf in jax.tree.leaves(wanted))
     for ours, other in zip(jax.tree.leaves(gradients(**IN_A_LOOP)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, other, rtol=1e-4, atol=2e-6)
+
+
+def test_lengths_of_documents():
+    starts = jnp.array([[1, 0, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0]], bool)
+    np.testing.assert_array_equal(lengths_of(starts), [[3, 3, 3, 1, 2, 2], [6] * 6])
 
 
 def test_a_query_that_sees_nothing_gets_zero():

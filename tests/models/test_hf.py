@@ -18,7 +18,7 @@ from models import hf
 from models.decoder import Decoder
 from models.hf.checkpoint import checkpoint_tensor, uses_of
 from models.hf.names import table
-from models.hf.tensors import INDEX
+from models.hf.tensors import INDEX, Tensor
 from tests.models.hf_checkpoints import ALIKE, DATA, NAMES, changed, loaded, stored
 
 
@@ -162,6 +162,12 @@ def test_a_damaged_file_is_named(file, damage, tmp_path):
     with pytest.raises(ValueError, match=re.escape(str(folder / file))) as caught:
         hf.load(folder)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_file_that_ends_while_it_is_read(tmp_path):
+    (tmp_path / "x").write_bytes(bytes(7))
+    with pytest.raises(ValueError, match="x cannot be read: it ends within weight"):
+        Tensor(tmp_path / "x", "weight", "F32", (2,), 0, 8).read()
 
 
 def put(name: str, value):

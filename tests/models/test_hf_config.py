@@ -32,6 +32,7 @@ READS: dict[str, list[str]] = json.loads((DATA.parent / "hf_reads.json").read_te
 KNOWN = json.loads((DATA.parent / "hf_known.json").read_text())
 FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 6, "rope_theta": 30}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
@@ -162,6 +163,7 @@ def test_what_transformers_reads_is_read_or_known():
         ("qwen2", {"rope_parameters": YARN | {"attn_factor": 2.0, "type": "linear"}}, {"rope_parameters": YARN}),
         ("qwen2", {"rope_parameters": None, "rope_scaling": YARN | {"rope_theta": None}, "rope_theta": 30}, {}),
         ("mistral", {"layer_types": [SLIDING] * 2}, {}),
+        ("llama", {"rope_scaling": DYNAMIC | {"original_max_position_embeddings": 3}}, {"rope_scaling": DYNAMIC}),
         ("gpt_oss", {"rope_scaling": {}, "rope_parameters": {}}, {"rope_parameters": None}),
         ("mixtral", {"num_experts": 4.0, "norm_topk_prob": True, "n_group": 1}, {}),
     ],

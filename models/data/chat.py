@@ -5,6 +5,7 @@ them: its names, filters, options and special tokens.
 """
 
 import datetime
+import itertools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 import numpy as np
 
+from models.data.text_files import check_text
 from models.data.tokenizer import Tokenizer
 from models.hf.config import read_json
 
@@ -50,26 +52,23 @@ def conversation(line: dict[str, Any], source: str) -> Conversation:
       ValueError: no list of messages, an empty one, an unknown role, or a content that is no text.
     """
     messages, tools = line["messages"], line.get("tools")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f'{source}: "messages" is {_short(messages)}; it must be a list of messages, one at least.')
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError(f'{source}: "tools" is {_short(tools)}; it must be a list of objects.')
+
+    def needs(holds: Any, what: str, given: Any, needed: str) -> None:
+        if not holds:
+            raise ValueError(f"{source}{what} is {repr(given)[:80]}; it must be {needed}.")
+
+    needs(isinstance(messages, list) and messages, ': "messages"', messages, "a list of messages, one at least")
+    is_tools = tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))
+    needs(is_tools, ': "tools"', tools, "a list of objects")
     for number, message in enumerate(messages):
-        where = f"{source}, message {number}"
-        if not isinstance(message, dict):
-            raise ValueError(f'{where} is {_short(message)}; it must be {{"role": ..., "content": ...}}.')
-        if message.get("role") not in ROLES:
-            raise ValueError(f"{where}: the role is {message.get('role')!r}; write one of {', '.join(ROLES)}.")
+        where = f", message {number}"
+        needs(isinstance(message, dict), where, message, '{"role": ..., "content": ...}')
+        needs(message.get("role") in ROLES, f"{where}: the role", message.get("role"), f"one of {', '.join(ROLES)}")
         content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ValueError(f"{where}: the content is {_short(content)}; it must be text.")
-        if isinstance(content, str) and (BEGIN in content or END in content):
-            raise ValueError(f"{where}: the content has {BEGIN!r} or {END!r}, which are no characters: remove them.")
+        is_text = isinstance(content, str) and not (BEGIN in content or END in content)
+        is_call = content is None and message.get("tool_calls")
+        needs(is_text or is_call, f"{where}: the content", content, f"text, without {BEGIN!r} and {END!r}")
     return Conversation(messages, tools, source)
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:80]
 
 
 class Rendered(NamedTuple):
@@ -112,18 +111,6 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _environment(now: datetime.datetime) -> jinja2.Environment:
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    made.filters["tojson"] = _to_json
-    made.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": now.strftime,
-    }
-    return made
-
-
 class ChatTemplate:
     """A chat template.
 
@@ -140,7 +127,12 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: dict[str, str], file: str, now: datetime.datetime | None = None):
         self._tokens, self._file = tokens, file
         self._has_marks = "endgeneration" in source
-        self._environment = _environment(datetime.datetime.now() if now is None else now)
+        self._environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        self._environment.filters["tojson"] = _to_json
+        now = datetime.datetime.now() if now is None else now
+        self._environment.globals |= {"raise_exception": _raise, "strftime_now": now.strftime}
         try:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -153,13 +145,14 @@ class ChatTemplate:
           prompt: whether what begins an answer is added.
 
         Raises:
-          ValueError: the template fails, or refuses these messages.
+          ValueError: the template fails, or refuses these messages; as of `check_text`.
         """
         given = {"messages": [_with_reasoning(message) for message in messages], "tools": tools, "documents": None}
         try:
-            return self._template.render(**given, add_generation_prompt=prompt, **self._tokens)
+            text = self._template.render(**given, add_generation_prompt=prompt, **self._tokens)
         except Exception as error:  # a template is a program: anything can fail in it
             raise ValueError(f"{self._file}: the chat template says: {error}") from error
+        return check_text(text, f"{self._file}: the conversation's text")
 
     def mark(self, given: Conversation) -> Rendered:
         """A conversation with the assistant's words.
@@ -199,7 +192,7 @@ class ChatTemplate:
             before = self.render(messages[:number], prompt=True, tools=given.tools)
             after = self.render(messages[: number + 1], tools=given.tools)
             # The last turn may end with another token than those before it: that one is not what is learned.
-            end = _common(after, text)
+            end = sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(after, text, strict=False)))
             answer = (message.get("content") or "").strip()
             if not text.startswith(before) or answer not in text[len(before) : end]:
                 raise ValueError(
@@ -211,18 +204,13 @@ class ChatTemplate:
         return Rendered(text, spans, False)
 
 
-def _common(one: str, other: str) -> int:
-    """How many characters both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 def _with_reasoning(message: Message) -> Message:
     """With what a model thought before its answer under each name that templates read."""
-    found = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    if found is None:
+    thoughts = [message[name] for name in REASONING if message.get(name) is not None]
+    if not thoughts:
         return message
-    thinking = message.get("thinking")
-    return message | {"thinking": found if thinking is None else thinking, "reasoning_content": found}
+    given = message.get("thinking")
+    return message | {"thinking": thoughts[0] if given is None else given, "reasoning_content": thoughts[0]}
 
 
 def template_of(folder: pathlib.Path, now: datetime.datetime | None = None) -> ChatTemplate:

@@ -16,13 +16,11 @@ import numpy as np
 from PIL import Image
 
 from models.data.image_files import find_images, read_images, skipped
-from models.data.image_files import fitting_grid as fitting_grid
-from models.data.image_files import read_image as read_image
 
 HELDOUT_EVERY = 10
 AnyBatch = TypeVar("AnyBatch")
-# Images that may be packed before one that no longer fits. With 1, a tenth of the budget is empty; with 32, less than 1
-# %.
+# Images that may be packed before one that no longer fits. With 1, a tenth of the budget is empty; with 32, less than a
+# hundredth.
 LOOKAHEAD = 32
 
 
@@ -58,9 +56,8 @@ class DataSet:
     def crowd(self) -> int:
         """At most how many images start within `longest` tokens of a batch."""
         drawn = [height * width // self.patch**2 for height, width in self.sample_sizes]
-        return -(
-            -self.longest // min(token_counts(self.train, self.patch) + token_counts(self.heldout, self.patch) + drawn)
-        )
+        counts = token_counts(self.train, self.patch) + token_counts(self.heldout, self.patch) + drawn
+        return -(-self.longest // min(counts))
 
 
 class Batch(NamedTuple):

@@ -84,7 +84,7 @@ def read_texts(paths: Sequence[str | Path], *, raw: bool = False) -> list[bytes 
 
 def _document(line: JsonLine) -> bytes | Conversation:
     if "messages" in line.given:
-        return conversation(line.checked("messages", "tools"), line.source)
+        return conversation(line.given, line.source)
     return line.text("text").encode()
 
 

@@ -70,16 +70,12 @@ def below(folder: Path) -> Iterator[Path]:
     Raises:
       OSError: a folder that cannot be read.
     """
-    entered = set[tuple[int, int]]()
-
-    def identity(folder: Path) -> tuple[int, int]:
-        found = folder.stat()
-        return found.st_dev, found.st_ino
+    entered = set[Path]()
 
     def inside(folder: Path) -> Iterator[Path]:
-        entered.add(identity(folder))
+        entered.add(folder.resolve())
         for path in sorted(folder.iterdir()):
-            if path.name.startswith(".") or not path.is_dir() or identity(path) in entered:
+            if path.name.startswith(".") or not path.is_dir() or path.resolve() in entered:
                 yield path
             else:
                 yield from inside(path)
@@ -122,21 +118,19 @@ def read_utf8(file: Path, remedy: str = CONVERT, *, zeros: bool = False) -> byte
             f"{file} is neither text nor lines by its name: write a JSON object a line into a .jsonl file, or name it "
             ".txt to take its characters as they are."
         )
+    at = -1 if zeros else content.find(0)
+    wrong = " is zero"
+    if at < 0:
+        try:
+            content.decode()
+        except UnicodeDecodeError as error:
+            at, wrong = error.start, f", {content[error.start]:#04x}, is not UTF-8"
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ValueError(f"{file} is no text: byte 0 is not UTF-8 but the mark of UTF-16 or UTF-32. {remedy}")
-    if not zeros and 0 in content:
-        raise _no_text(file, content, content.index(0), " is zero", remedy)
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        wrong = f", {content[error.start]:#04x}, is not UTF-8"
-        raise _no_text(file, content, error.start, wrong, remedy) from error
+        at, wrong = 0, " is of the mark of UTF-16 or UTF-32"
+    if at >= 0:
+        line = 1 + content.count(b"\n", 0, at)
+        raise ValueError(f"{file} is no text: line {line:,}, byte {at:,}{wrong}. {remedy}")
     return content.removeprefix(codecs.BOM_UTF8)
-
-
-def _no_text(file: Path, content: bytes, at: int, wrong: str, remedy: str) -> ValueError:
-    line = 1 + content.count(b"\n", 0, at)
-    return ValueError(f"{file} is no text: line {line:,}, byte {at:,}{wrong}. {remedy}")
 
 
 def check_text(text: str, what: str) -> str:
@@ -192,25 +186,6 @@ class JsonLine(NamedTuple):
         if not isinstance(found := self.given.get(key), str):
             raise ValueError(self.wrong)
         return check_text(found, f"{self.source}: the {key}")
-
-    def checked(self, *keys: str) -> dict[str, Any]:
-        """
-        Returns:
-          given.
-
-        Raises:
-          ValueError: as of `check_text`, for a text at any depth.
-        """
-        waiting = [self.given.get(key) for key in keys]
-        while waiting:
-            one = waiting.pop()
-            if isinstance(one, str):
-                check_text(one, f"{self.source}: a text in {' or '.join(keys)}")
-            elif isinstance(one, dict):
-                waiting += [*one, *one.values()]
-            elif isinstance(one, list):
-                waiting += one
-        return self.given
 
 
 def json_lines(file: Path, wanted: str) -> Iterator[JsonLine]:

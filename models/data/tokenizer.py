@@ -1,8 +1,6 @@
 """Text to tokens and back: bytes, or a tokenizer.json."""
 
-import itertools
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,7 +11,6 @@ from models.hf.config import MOST_TOKENS, end_token, ends_in
 TOGETHER = 1_000  # texts that are encoded at once: what the library keeps of each token is much more than its number
 # Names of the token that ends a text.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
-BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the name of a token that is a byte, in tokenizers made by SentencePiece
 
 
 class Tokenizer(Protocol):
@@ -55,9 +52,8 @@ class Bytes:
         return self.encode(text), np.stack([characters, characters + 1], axis=1)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(token for token in tokens if token < 256).decode(
-            errors="replace"
-        )  # a model may have more than it was trained on
+        # A model may have more tokens than it was trained on.
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(text, np.uint8) for text in texts]
@@ -95,8 +91,6 @@ class HuggingFace:
                 f"{file} has {len(tokens):,} tokens up to {max(tokens, default=0):,}; it needs one to {MOST_TOKENS:,}."
             )
         self.vocab = 1 + max(tokens)
-        decoder = self.tokenizer.decoder
-        self._joins_bytes = decoder is not None and decoder.decode(["<0x61>"]) == "a"
         known = (self.tokenizer.token_to_id(name) for name in ENDS)
         self.end: int | None = next((token for token in known if token is not None), None) if end is None else end
         added = self.tokenizer.get_added_tokens_decoder()
@@ -113,15 +107,8 @@ class HuggingFace:
         return encoded.ids, np.stack([np.minimum(covers[:, 0], before), covers[:, 1]], axis=1)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Without special tokens. A byte that is no part of a character is U+FFFD.
-
-        The library gives U+FFFD for a whole run of byte tokens with such a byte. Here its characters are kept, as
-        SentencePiece keeps them, so what is decoded does not change with what follows.
-        """
-        if not self._joins_bytes:
-            return self.tokenizer.decode(list(tokens))
-        names = [self.tokenizer.id_to_token(token) for token in tokens if token not in self.special]
-        return self.tokenizer.decoder.decode(_characters([name for name in names if name is not None]))
+        """Without special tokens."""
+        return self.tokenizer.decode(list(tokens))
 
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """
@@ -129,25 +116,10 @@ class HuggingFace:
           ValueError: a text that is not UTF-8.
         """
         found = []
-        for some in (texts[at : at + TOGETHER] for at in range(0, len(texts), TOGETHER)):
-            found += [
-                np.array(encoded.ids, np.int64)
-                for encoded in self.tokenizer.encode_batch_fast([_decode(text) for text in some])
-            ]
+        for at in range(0, len(texts), TOGETHER):
+            encoded = self.tokenizer.encode_batch_fast([_decode(text) for text in texts[at : at + TOGETHER]])
+            found += [np.array(one.ids, np.int64) for one in encoded]
         return found
-
-
-def _characters(names: Sequence[str]) -> list[str]:
-    """The names of tokens, those of bytes that are no part of a character replaced by U+FFFD."""
-    found = list[str]()
-    for is_byte, run in itertools.groupby(names, lambda name: BYTE.fullmatch(name) is not None):
-        if not is_byte:
-            found += run
-            continue
-        for character in bytes(int(name[3:5], 16) for name in run).decode(errors="surrogateescape"):
-            is_part = "\udc80" <= character <= "\udcff"
-            found += ["\ufffd"] if is_part else [f"<0x{byte:02X}>" for byte in character.encode()]
-    return found
 
 
 def _decode(text: bytes) -> str:

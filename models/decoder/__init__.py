@@ -1,6 +1,6 @@
 """A decoder language model whose blocks are made of parts that the configuration chooses.
 
-`config` names the choices, `rope`, `attention`, `mlp` and `experts` have the parts, `block` puts them together, and
+`config` names the choices, `weights`, `rope`, `attention` and `experts` have the parts, `block` puts them together, and
 `model` stacks the blocks. models/hf/checkpoint.py reads and writes checkpoints of Hugging Face's architectures.
 """
 

@@ -11,9 +11,8 @@ from jax import lax
 
 from jaxops.offload import named
 from models.decoder.config import DecoderConfig
-from models.decoder.norm import normalized
 from models.decoder.rope import Turns, rotate
-from models.decoder.weights import SideBySide, linear_of, matrix_of
+from models.decoder.weights import SideBySide, linear_of, matrix_of, normalized
 from models.distributed.tensor_parallel import all_rows, narrow, wide
 
 KeysValues = tuple[jax.Array, ...]  # keys and values; of latent attention one array

@@ -11,8 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from models.decoder.attention import Attention, KeysValues, LatentAttention, Seen, Window
 from models.decoder.config import DecoderConfig
 from models.decoder.experts import Experts, Routed
-from models.decoder.mlp import GatedUnit
-from models.decoder.norm import normalized
+from models.decoder.weights import GatedUnit, normalized
 
 
 class Block(nnx.Module):

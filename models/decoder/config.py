@@ -220,6 +220,13 @@ class DecoderConfig:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
+    def sliding_layers(self) -> frozenset[int]:
+        """The layers whose tokens see `window` tokens."""
+        if self.window is None:
+            return frozenset()
+        return frozenset(range(self.layers) if self.sliding is None else self.sliding)
+
+    @property
     def scale(self) -> float:
         """Factor on attention's logits."""
         scale, rope = self.head_dim**-0.5, self.rope_scaling

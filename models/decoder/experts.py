@@ -12,8 +12,7 @@ from jax import lax
 import jaxops
 from jaxops.nn import MoE, Router
 from models.decoder.config import DecoderConfig
-from models.decoder.mlp import GatedUnit
-from models.decoder.weights import StoredFp8, decodes
+from models.decoder.weights import GatedUnit, StoredFp8, decodes
 from models.distributed.mesh import AXES, EXPERTS
 
 GPT_OSS_SLOPE = 1.702

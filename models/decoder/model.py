@@ -16,9 +16,8 @@ from models.decoder.block import Block
 from models.decoder.cache import Places, write
 from models.decoder.config import DecoderConfig
 from models.decoder.experts import Routed
-from models.decoder.norm import normalized
 from models.decoder.rope import Turns, turns
-from models.decoder.weights import dot_general
+from models.decoder.weights import dot_general, normalized
 from models.distributed.mesh import Splits, before_loop, varying, whole_layers, whole_part
 from models.distributed.tensor_parallel import attend, devices, embed, own_rows, wide
 from models.layers import apply_layers, stacked
@@ -158,10 +157,9 @@ class Decoder(nnx.Module):
     def _windows(self, longest: int) -> tuple[jax.Array | None, ...]:
         """For each stack how many tokens a token sees, int32 [layers]; None where no layer slides in `longest`."""
         c = self.config
-        slides = set(range(c.layers) if c.sliding is None else c.sliding)
         if c.window is None or c.window >= longest:
             return (None,) * len(c.stacks())
-        sizes = [[c.window if layer in slides else longest for layer in layers] for layers in c.stacks()]
+        sizes = [[c.window if layer in c.sliding_layers else longest for layer in layers] for layers in c.stacks()]
         return tuple(jnp.asarray(np.array(size, np.int32)) for size in sizes)
 
     def _attend(self, starts: jax.Array, documents: jax.Array | None):
@@ -241,10 +239,9 @@ class Decoder(nnx.Module):
         angles = turns(c, positions, jnp.broadcast_to(lengths[:, None], (B, T)))
         # All padding is the same vector in all layers, and so chooses the same experts: few more are read.
         x = jnp.where(valid[:, :, None], self.embed(tokens), 0)
-        slides = () if c.window is None else set(range(c.layers) if c.sliding is None else c.sliding)
         new = []
         for number, (block, past) in enumerate(zip(self.layers(), cache, strict=True)):
-            window = c.window if number in slides else None
+            window = c.window if number in c.sliding_layers else None
             remember = lambda *own, past=past: write(past, own, places)
             seen = Seen(angles, remember, self._cached_attention(places), self._of_a_token(angles, places, past))
             x, _, kept = block(x, seen, window)

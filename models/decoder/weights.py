@@ -1,4 +1,4 @@
-"""The linear layers of a decoder: with float32 parameters, or float8 ones as a checkpoint has them."""
+"""Linear layers of a decoder, with float32 parameters or a checkpoint's float8 ones; norms and gated units."""
 
 import functools
 import itertools
@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxops
 from models.decoder.config import DecoderConfig
+from models.distributed.tensor_parallel import narrow, wide
 from models.precision import linear_layer
 
 BLOCK = 128
@@ -119,3 +121,41 @@ def matrix_of(linear: Any, dtype: Any) -> jax.Array:
     if isinstance(linear, StoredFp8Linear):
         return jaxops.dequantize(linear.quantized(jnp.dtype(dtype).name).T).T
     return linear.kernel[...].astype(dtype)
+
+
+def normalized(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
+    """norm(x) (Zhang and Sennrich 2019, arXiv:1910.07467), written so that XLA needs few kernels for it.
+
+    Numbers are those of `nnx.RMSNorm`, up to the order of float32 roundings. Statistics are float32. The backward keeps
+    only the input: recomputing the float32 intermediates costs less than storing them.
+
+    XLA for GPUs makes one kernel of a norm if only unary operations are between its reduction and the product with x
+    (JAX 0.11.2). So epsilon and the division by the number of features are inside the sum, and the scale comes last.
+    """
+    assert norm.scale is not None
+
+    def run(scale: jax.Array, x: jax.Array) -> jax.Array:
+        x_wide = x.astype(jnp.float32)
+        terms = (jnp.square(x_wide) + norm.epsilon) * (1 / x.shape[-1])  # their sum: the mean square and epsilon
+        factors = lax.rsqrt(jnp.sum(terms, axis=-1, keepdims=True))
+        scale = scale.astype(norm.dtype).astype(jnp.float32).reshape(*(1,) * (x.ndim - 1), -1)
+        return (x_wide * factors * scale).astype(norm.dtype)
+
+    return jax.checkpoint(run, prevent_cse=False)(norm.scale[...], x)
+
+
+class GatedUnit(nnx.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: DecoderConfig, hidden: int, *, rngs: nnx.Rngs):
+        linear = functools.partial(linear_of(config), use_bias=config.mlp_bias, rngs=rngs)
+        self.gate = linear(config.width, hidden)
+        self.up = linear(config.width, hidden)
+        self.gate_up: SideBySide | None = nnx.data(None)  # instead of these: `join`
+        self.down = linear(hidden, config.width)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, None]:
+        """mask: as of `Experts`, for which this stands; unused."""
+        gate, up = wide(x, self.gate, self.up) if self.gate_up is None else self.gate_up.parts(x)
+        gate, up = checkpoint_name(gate, "mlp.gate"), checkpoint_name(up, "mlp.up")
+        return narrow(jax.nn.silu(gate) * up, self.down), None

@@ -5,7 +5,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import typer
@@ -57,8 +57,7 @@ class GenerateOptions:
     ] = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A prompt.
 
     Attributes:
@@ -74,22 +73,55 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
-    """A checkpoint and how text is drawn from it."""
+    """A checkpoint and how text is drawn from it.
 
-    model: Decoder
-    tokenizer: Tokenizer
-    ends: tuple[int, ...]
+    Attributes:
+      template: writes text as a user's message, and messages; None for text as it is.
+    """
+
     options: GenerateOptions
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    model: Decoder | None = None  # not until all else is checked
 
-    def write(self, prompts: Sequence[Prompt]) -> list[tuple[str, Completion]]:
-        """The text and completion of each prompt, written as they come and in the prompts' order.
+    def prompt(self, given: Any) -> Prompt:
+        """Of text, or messages.
+
+        Raises:
+          ValueError: messages without a template.
+        """
+        if self.template is None:
+            if not isinstance(given, str):
+                raise ValueError("a prompt has messages, which need the checkpoint's chat template: pass --chat.")
+            return Prompt(given, given, self.tokenizer.encode(given))
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        text = self.template.render(messages, prompt=True)
+        return Prompt(given, text, self.tokenizer.encode_rendered(text)[0])
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """
+        Raises:
+          ValueError: rows of more than `limit` tokens.
+        """
+        longest, length = max((len(prompt.tokens) for prompt in prompts), default=0), self.options.length
+        if longest + length > self.options.limit:
+            raise ValueError(
+                f"the longest prompt has {longest:,} tokens and --length is {length:,}: more than the limit of "
+                f"{self.options.limit:,} together. Shorten it, or pass --limit {longest + length}."
+            )
+
+    def write(self, prompts: Sequence[Prompt]) -> list[str]:
+        """The text of each prompt, written as it comes and in the prompts' order.
 
         Of prompts from a file each is a JSON line; the others are written to the terminal while they are drawn.
         """
-        options, done = self.options, dict[int, Completion]()
+        options, done, shown = self.options, dict[int, Completion](), 0
         streams = [TextStream(self.tokenizer, prompt.tokens, options.stop or ()) for prompt in prompts]
-        self._begin(prompts, 0)
-        shown = 0
+        assert self.model is not None
+
+        def begin() -> None:
+            if shown < len(prompts):
+                self._show(("" if options.chat else prompts[shown].text) + streams[shown].text)
 
         def watch(number: int, token: int) -> bool:
             new = streams[number].add(token)
@@ -97,13 +129,14 @@ class Writer:
                 self._show(new)
             return streams[number].stopped
 
+        begin()
         found = completions(
             self.model,
             [prompt.tokens for prompt in prompts],
             options.length,
             sampling=sampling_of(options),
             key=jax.random.key(options.seed),
-            ends=self.ends,
+            ends=end_tokens(options.folder, self.tokenizer),
             batching=Batching(slots=options.slots),
             watch=watch,
         )
@@ -114,19 +147,13 @@ class Writer:
             while shown in done:
                 self._finish(prompts[shown], streams[shown], done[shown])
                 shown += 1
-                self._begin(prompts, shown)
-                if shown < len(prompts):
-                    self._show(streams[shown].text)
-        return [(stream.text, done[number]) for number, stream in enumerate(streams)]
+                begin()
+        return [stream.text for stream in streams]
 
     def _show(self, text: str) -> None:
         if self.options.prompts is None:
             sys.stdout.write(text)
             sys.stdout.flush()
-
-    def _begin(self, prompts: Sequence[Prompt], number: int) -> None:
-        if number < len(prompts) and not self.options.chat:
-            self._show(prompts[number].text)
 
     def _finish(self, prompt: Prompt, stream: TextStream, completion: Completion) -> None:
         self._show("\n")
@@ -136,34 +163,18 @@ class Writer:
             # JSON can do without the characters that the standard output cannot show.
             typer.echo(json.dumps(line, ensure_ascii="utf" not in (sys.stdout.encoding or "utf").lower()))
 
+    def converse(self) -> None:
+        """Answers each line of the standard input, as one conversation."""
+        messages = []
+        while (line := _next_line()) is not None:
+            messages.append({"role": "user", "content": line})
+            prompt = self.prompt(messages)
+            self.check([prompt])
+            messages.append({"role": "assistant", "content": self.write([prompt])[0]})
+
 
 def sampling_of(options: GenerateOptions) -> Sampling:
     return Sampling(options.temperature, options.top_k, options.top_p)
-
-
-def check_length(prompts: Sequence[Sequence[int]], options: GenerateOptions) -> None:
-    """
-    Raises:
-      ValueError: rows of more than `limit` tokens.
-    """
-    longest = max(map(len, prompts), default=0)
-    if longest + options.length > options.limit:
-        raise ValueError(
-            f"the longest prompt has {longest:,} tokens and --length is {options.length:,}: more than the limit of "
-            f"{options.limit:,} together. Shorten it, or pass --limit {longest + options.length}."
-        )
-
-
-def read_prompts(options: GenerateOptions, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[Prompt]:
-    """All prompts.
-
-    Raises:
-      ValueError: a line without one; messages without --chat.
-    """
-    given: list[Any] = [check_text(text, f"prompt {number}") for number, text in enumerate(options.prompt or [])]
-    if options.prompts is not None:
-        given += prompts_of(options.prompts)
-    return [prompt_of(one, tokenizer, template) for one in given]
 
 
 def prompts_of(file: pathlib.Path) -> list[Any]:
@@ -177,40 +188,12 @@ def prompts_of(file: pathlib.Path) -> list[Any]:
     if is_json_lines(file):
         for line in json_lines(file, 'a "prompt" that is a string, or with "messages"'):
             chat = "messages" in line.given
-            found.append(
-                conversation(line.checked("messages", "tools"), line.source).messages if chat else line.text("prompt")
-            )
+            found.append(conversation(line.given, line.source).messages if chat else line.text("prompt"))
     else:
         found += [check_text(line, f"{source}: the prompt") for source, line in lines_of(file)]
     if not found:
         raise ValueError(f"{file} has no line with a prompt: write one, or leave it out.")
     return found
-
-
-def prompt_of(given: Any, tokenizer: Tokenizer, template: ChatTemplate | None) -> Prompt:
-    """
-    Args:
-      given: text, or messages.
-      template: writes text as a user's message, and messages; None for text as it is.
-    """
-    if template is None:
-        if not isinstance(given, str):
-            raise ValueError("a prompt has messages, which need the checkpoint's chat template: pass --chat.")
-        return Prompt(given, given, tokenizer.encode(given))
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    text = template.render(messages, prompt=True)
-    return Prompt(given, text, tokenizer.encode_rendered(text)[0])
-
-
-def converse(writer: Writer, template: ChatTemplate) -> None:
-    """Answers each line of the standard input, as one conversation."""
-    messages = []
-    while (line := _next_line()) is not None:
-        messages.append({"role": "user", "content": line})
-        prompt = prompt_of(messages, writer.tokenizer, template)
-        check_length([prompt.tokens], writer.options)
-        ((text, _),) = writer.write([prompt])
-        messages.append({"role": "assistant", "content": text})
 
 
 def _next_line() -> str | None:
@@ -230,22 +213,24 @@ def run(options: GenerateOptions) -> None:
         ignored = options.ignore_config or ()
         _, config = read_config(options.folder, ignore_config=ignored)
         tokenizer = tokenizer_of(options.folder, config.vocab)
-        template = template_of(options.folder) if options.chat else None
+        writer = Writer(options, tokenizer, template_of(options.folder) if options.chat else None)
         sampling_of(options)
+        end_tokens(options.folder, tokenizer)
         TextStream(tokenizer, [], [check_text(stop, "--stop") for stop in options.stop or ()])
-        prompts = read_prompts(options, tokenizer, template)
-        if not prompts and template is None:
+        given: list[Any] = [check_text(text, f"prompt {number}") for number, text in enumerate(options.prompt or [])]
+        given += [] if options.prompts is None else prompts_of(options.prompts)
+        if not given and not options.chat:
             raise ValueError("there is no prompt: write one, or pass --prompts FILE, or --chat for a conversation.")
-        check_length([prompt.tokens for prompt in prompts], options)
+        prompts = [writer.prompt(one) for one in given]
+        writer.check(prompts)
         check_prompts([prompt.tokens for prompt in prompts], config.vocab)
         _, model = hf.load(options.folder, ignore_config=ignored, dtype=options.dtype, param_dtype=options.dtype)
-        model = for_inference(model, consume=True)
-        writer = Writer(model, tokenizer, end_tokens(options.folder, tokenizer), options)
+        writer = dataclasses.replace(writer, model=for_inference(model, consume=True))
     if prompts:
         writer.write(prompts)
-    elif template is not None:
+    else:
         with errors_of_options():
-            converse(writer, template)
+            writer.converse()
 
 
 main = command(GenerateOptions, run)

@@ -10,8 +10,7 @@ from flax import nnx
 from models.decoder import Decoder
 from models.decoder.attention import Attention
 from models.decoder.block import Block
-from models.decoder.mlp import GatedUnit
-from models.decoder.weights import join
+from models.decoder.weights import GatedUnit, join
 from models.distributed.mesh import name_of
 
 # Matrices. Norms, biases, sinks and routers are small, and computed with in float32.

@@ -8,6 +8,7 @@ longest row in it, rounded up to one of few: it is copied into a longer or a sho
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,12 +25,8 @@ from models.generate.sampling import Sampling, pick
 
 SHORTEST_PIECE = 64  # pieces are 64, 128, 256, ... tokens
 CACHE_MULTIPLE = 128  # tokens of the cache
-
-
-Watch = Callable[[int, int], bool]
-
-
 GREEDY = Sampling()
+Watch = Callable[[int, int], bool]
 
 
 class Completion(NamedTuple):
@@ -184,12 +181,6 @@ def advance(fixed: Fixed, params: nnx.State, rows: Rows, stop: jax.Array, steps:
     return after, Drawn(rows.token, tokens, after.at - rows.at, after.left)
 
 
-def pieces(length: int, piece: int) -> list[tuple[int, int, int]]:
-    """(first token, tokens, tokens with padding) of a prompt's pieces."""
-    cut = [(at, min(piece, length - at)) for at in range(0, length, piece)]
-    return [(at, count, min(piece, jaxops.bucket_length(count, multiple=SHORTEST_PIECE, steps=1))) for at, count in cut]
-
-
 def prefills(
     prompts: dict[int, tuple[int, Sequence[int]]], length: int, batching: Batching
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -201,23 +192,22 @@ def prefills(
       prompts: by slot their numbers and tokens.
       length: tokens to draw after each.
     """
-    cut = {slot: pieces(len(tokens), batching.piece) for slot, (_, tokens) in prompts.items()}
-    for turn in range(max(map(len, cut.values()), default=0)):
-        alike: dict[int, list[int]] = {}  # slots by the length of their piece
-        for slot, own in cut.items():
-            if turn < len(own):
-                alike.setdefault(own[turn][2], []).append(slot)
-        for padded, found in alike.items():
-            most = min(batching.slots, max(1, batching.piece // padded))
-            for some in (found[i : i + most] for i in range(0, len(found), most)):
-                given = np.zeros((most if len(some) > 1 else 1, padded), np.int32)
-                where = np.full((len(given), 6), [batching.slots, 0, 0, 0, 0, 0], np.int32)
-                for row, slot in enumerate(some):
-                    number, tokens = prompts[slot]
-                    at, count, _ = cut[slot][turn]
-                    given[row, :count] = tokens[at : at + count]
-                    where[row] = slot, number, at, count, len(tokens), length
-                yield given, where
+    pieces = []  # (which of its prompt, tokens with padding, slot, first token, tokens)
+    for slot, (_, tokens) in prompts.items():
+        for turn, at in enumerate(range(0, len(tokens), batching.piece)):
+            count = min(batching.piece, len(tokens) - at)
+            padded = min(batching.piece, jaxops.bucket_length(count, multiple=SHORTEST_PIECE, steps=1))
+            pieces.append((turn, padded, slot, at, count))
+    for (_, padded), alike in itertools.groupby(sorted(pieces), lambda piece: piece[:2]):
+        alike, most = list(alike), min(batching.slots, max(1, batching.piece // padded))
+        for some in (alike[i : i + most] for i in range(0, len(alike), most)):
+            given = np.zeros((most if len(some) > 1 else 1, padded), np.int32)
+            where = np.full((len(given), 6), [batching.slots, 0, 0, 0, 0, 0], np.int32)
+            for row, (_, _, slot, at, count) in enumerate(some):
+                number, tokens = prompts[slot]
+                given[row, :count] = tokens[at : at + count]
+                where[row] = slot, number, at, count, len(tokens), length
+            yield given, where
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab: int) -> None:
@@ -228,9 +218,9 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab: int) -> None:
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {number} has no tokens: write one at least.")
-        if not 0 <= min(prompt) <= max(prompt) < vocab:
-            wrong = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise ValueError(f"prompt {number} has the token {wrong:,}, and the model's are 0 to {vocab - 1:,}.")
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < vocab:
+                raise ValueError(f"prompt {number} has the token {token:,}, and the model's are 0 to {vocab - 1:,}.")
 
 
 def cache_length(prompts: Sequence[Sequence[int]], length: int) -> int:

@@ -21,10 +21,19 @@ from models.decoder import Decoder, DecoderConfig
 from models.distributed.mesh import shardings
 from models.generate.inference import inference_dtype
 from models.hf.config import MODELS, OF_A_RUN, read_config, write_config
-from models.hf.files import INDEX, Tensor, new_header, read_ahead, write_file
 from models.hf.names import EMBEDDING, HEAD, Entry, Path, table
 from models.hf.place import Placed
-from models.hf.tensors import Stored, is_finite, read_headers, stored_in
+from models.hf.tensors import (
+    INDEX,
+    Stored,
+    Tensor,
+    is_finite,
+    new_header,
+    read_ahead,
+    read_headers,
+    stored_in,
+    write_file,
+)
 from models.precision import DTYPES
 from models.training.whole_files import verify, written_whole
 
@@ -100,7 +109,7 @@ def load(
     tensors = [tensor for tensor in tensors if _is_loaded(tensor.name, architecture, config)]
     stored = stored_in(tensors, config.stored_fp8, wrong)
     # Before the names are made: config.json may say any number of them.
-    if config.layers * max(1, config.experts if architecture != "GptOssForCausalLM" else 1) > 2 * len(tensors) + NAMED:
+    if config.layers * max(1, 0 if config.expert_bias else config.experts) > 2 * len(tensors) + NAMED:
         wrong.append(f"it has {len(tensors)} tensors, too few for config.json's {config.layers} layers")
         _raise(folder, wrong)
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
@@ -127,12 +136,13 @@ def load(
     placed = {path: Placed(shapes[path].shape, dtypes[path], splits.get(path)) for path in paths}
     sent: list[jax.Array] = []
     finite: dict[str, list[Any]] = {}
-    reads = [
-        (name, at)
-        for name, found in stored.items()
-        for at in _reads(found, uses.get(name, []))
-        if name not in uses or any(placed[entry.path].wants((*index, *at)) for entry, index in uses[name])
-    ]
+    reads = []
+    for name, found in stored.items():
+        own = uses.get(name, [])
+        by_expert = any(entry.by_expert for entry, _ in own)
+        for at in [(expert,) for expert in range(found.shape[0])] if by_expert else [()]:
+            if not own or any(placed[entry.path].wants((*index, *at)) for entry, index in own):
+                reads.append((name, at))
     arrays = read_ahead(functools.partial(stored[name].read, *at) for name, at in reads)
     for (name, at), array in zip(reads, arrays, strict=True):
         # One tensor is read while the one before is copied; a slow device would otherwise leave many on the host.
@@ -153,12 +163,6 @@ def load(
     _raise(folder, wrong)
     nnx.replace_by_pure_dict(abstract, traverse_util.unflatten_dict(params))
     return architecture, nnx.merge(graphdef, abstract)
-
-
-def _reads(stored: Stored, uses: list[Use]) -> list[tuple[int, ...]]:
-    """The places in its first axis at which a tensor is read: one by one of experts in one tensor, else whole."""
-    by_expert = any(entry.by_expert for entry, _ in uses)
-    return [(expert,) for expert in range(stored.shape[0])] if by_expert else [()]
 
 
 def _equal(head: Stored, embedding: jax.Array) -> bool:

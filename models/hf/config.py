@@ -9,44 +9,15 @@ from typing import Any
 
 import pydantic
 
-from models.decoder import DecoderConfig, RopeScaling
-from models.hf import keys as hf_keys
-from models.hf.keys import Keys
-from models.hf.quantized import check_quantization
+from models.decoder import DecoderConfig
+from models.hf.families import MODELS, Keys, keys_of, layer_kinds, settings_of
 from models.hf.rope import Rope
 from models.hf.unread import MEANINGLESS, MEANINGLESS_OF_ROPE, READ_FOR_ALL, says_nothing
 
 NAME = "config.json"
 MOST_TOKENS = 2**31  # tokens are int32
+NULL_COUNTS = {key for key, of in Keys.model_fields.items() if type(None) in typing.get_args(of.annotation)}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers reads any of them
-
-
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """
-    Attributes:
-      model_type: its name in config.json.
-      keys: what is read.
-      experts: the key of their number.
-    """
-
-    model_type: str
-    keys: type[Keys]
-    experts: str = "num_experts"
-
-
-MODELS = {
-    "LlamaForCausalLM": Architecture("llama", hf_keys.Llama),
-    "MistralForCausalLM": Architecture("mistral", hf_keys.Mistral),
-    "Qwen2ForCausalLM": Architecture("qwen2", hf_keys.Qwen2),
-    "Qwen3ForCausalLM": Architecture("qwen3", hf_keys.Qwen3),
-    "MixtralForCausalLM": Architecture("mixtral", hf_keys.Mixtral, "num_local_experts"),
-    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", hf_keys.Qwen3Moe),
-    "Qwen2MoeForCausalLM": Architecture("qwen2_moe", hf_keys.Qwen2Moe),
-    "OlmoeForCausalLM": Architecture("olmoe", hf_keys.Olmoe),
-    "GptOssForCausalLM": Architecture("gpt_oss", hf_keys.GptOss, "num_local_experts"),
-    "DeepseekV3ForCausalLM": Architecture("deepseek_v3", hf_keys.DeepseekV3, "n_routed_experts"),
-}
 # Settings of a `DecoderConfig` that no checkpoint has.
 OF_A_RUN = (
     "dtype",
@@ -64,7 +35,7 @@ OF_A_RUN = (
 
 def fitting(config: DecoderConfig) -> str | None:
     """The architecture that a model of this configuration is saved as; None if none fits."""
-    return next((name for name in MODELS if not _differing(name, config, keys_of(name, config))), None)
+    return next((name for name in MODELS if not _differing(name, config, keys_of(MODELS[name], config))), None)
 
 
 def _number(text: str) -> int | float:
@@ -107,13 +78,13 @@ def _architecture(given: dict[str, Any]) -> str:
 
 def _flat(given: dict[str, Any]) -> dict[str, Any]:
     """With the keys of the rotary positions that `Rope` does not have beside the others, as rope_scaling.KEY."""
-    found = dict(given)
+    flat = dict(given)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(given.get(name), dict):
             inner = {key: value for key, value in given[name].items() if value is not None}
-            found[name] = {key: inner.pop(key) for key in list(inner) if key in (*Rope.model_fields, "type")} or None
-            found |= {f"{name}.{key}": value for key, value in inner.items() if key not in MEANINGLESS_OF_ROPE}
-    return found
+            flat[name] = {key: inner.pop(key) for key in list(inner) if key in (*Rope.model_fields, "type")} or None
+            flat |= {f"{name}.{key}": value for key, value in inner.items() if key not in MEANINGLESS_OF_ROPE}
+    return flat
 
 
 def _check_unread(architecture: str, given: dict[str, Any], unread: list[str], ignored: Collection[str] | None) -> None:
@@ -121,8 +92,7 @@ def _check_unread(architecture: str, given: dict[str, Any], unread: list[str], i
     Raises:
       ValueError: unread keys that are not ignored, or an ignored key that is not there or counts.
     """
-    fields = MODELS[architecture].keys.model_fields
-    counts = {*fields, *READ_FOR_ALL, *(EXPERTS if "num_experts" in fields else ())}
+    counts = {*MODELS[architecture].reads, *READ_FOR_ALL, *(EXPERTS if MODELS[architecture].has_experts else ())}
     if wrong := [key for key in ignored or () if key not in given or key in counts]:
         raise ValueError(
             f"ignore_config has {', '.join(wrong)}: no key of this file, or one that a {architecture} is computed by. "
@@ -147,23 +117,20 @@ def _settings(architecture: str, given: dict[str, Any], ignored: Collection[str]
     Raises:
       ValueError: unknown or contradicting keys, values that are invalid, or features that the decoder does not have.
     """
-    kind = MODELS[architecture].keys
-    null_counts = [key for key, of in kind.model_fields.items() if type(None) in typing.get_args(of.annotation)]
+    family = MODELS[architecture]
     given = _flat(given)
-    read = {key: value for key, value in given.items() if value is not None or key in null_counts}
-    found = {key: read.pop(key) for key in EXPERTS if key in read and "num_experts" in kind.model_fields}
-    if len({json.dumps(value) for value in found.values()}) > 1:
-        raise ValueError(f"{' and '.join(f'{key} is {value}' for key, value in found.items())}; they mean the same")
-    known = {key: read.pop(key) for key in list(read) if key in kind.model_fields}
-    keys = kind.model_validate(known | ({"num_experts": next(iter(found.values()))} if found else {}))
+    read = {key: value for key, value in given.items() if value is not None or key in NULL_COUNTS & family.reads}
+    experts = {key: read.pop(key) for key in EXPERTS if key in read and family.has_experts}
+    if len({json.dumps(value) for value in experts.values()}) > 1:
+        raise ValueError(f"{' and '.join(f'{key} is {value}' for key, value in experts.items())}; they mean the same")
+    known = family.defaults | {key: read.pop(key) for key in list(read) if key in family.reads}
+    keys = Keys.model_validate(known | ({"num_experts": next(iter(experts.values()))} if experts else {}))
+    settings = settings_of(family, keys)
     harmless = {key for key in read if key in MEANINGLESS or says_nothing(key, given)}
-    if read.get("layer_types") == keys.layer_kinds():
+    if read.get("layer_types") == layer_kinds(settings["layers"], settings["window"], settings["sliding"]):
         harmless.add("layer_types")
     _check_unread(architecture, given, [key for key in read if key not in harmless], ignored)
-    if missing := [name for name, lacks in keys.foreign().items() if lacks]:
-        raise ValueError(f"the decoder does not have this checkpoint's {', '.join(missing)}")
-    check_quantization(architecture, keys.quantization_config)
-    return keys.sizes()
+    return settings
 
 
 def read_config(
@@ -197,80 +164,6 @@ def read_config(
         raise ValueError(f"{file}: {str(error).rstrip('.')}.") from error
 
 
-def _rope_keys(config: DecoderConfig, rope: RopeScaling | None) -> dict[str, Any]:
-    theta = {"rope_theta": config.rope_base}
-    if rope is None:
-        return {"rope_type": "default"} | theta
-    found = {"rope_type": rope.kind, "factor": rope.factor} | theta
-    if rope.kind in ("llama3", "yarn"):
-        found |= {"original_max_position_embeddings": rope.original_length}
-    if rope.kind == "llama3":
-        found |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
-    if rope.kind == "yarn":
-        found |= {"beta_fast": rope.fast, "beta_slow": rope.slow, "attention_factor": rope.magnitude}
-        found |= {"truncate": rope.whole}
-    if rope.sharpness:
-        found |= {"mscale_all_dim": rope.sharpness}
-    return found
-
-
-def keys_of(architecture: str, config: DecoderConfig) -> dict[str, Any]:
-    """The keys of an architecture's config.json, as this configuration has them."""
-    c, kind = config, MODELS[architecture]
-    layers = range(c.layers)
-    slides = set() if c.window is None else set(layers if c.sliding is None else c.sliding)
-    hidden = {"intermediate_size": c.hidden}
-    if "moe_intermediate_size" in kind.keys.model_fields:
-        hidden = {"intermediate_size": c.dense_hidden or c.hidden, "moe_intermediate_size": c.hidden}
-    found = {
-        "vocab_size": c.vocab,
-        "hidden_size": c.width,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        **hidden,
-        "rms_norm_eps": c.norm_epsilon,
-        "rope_theta": c.rope_base,
-        "rope_parameters": _rope_keys(c, c.rope_scaling),
-        "tie_word_embeddings": c.tie_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": c.out_bias,
-        "qkv_bias": c.qkv_bias,
-        "mlp_bias": c.mlp_bias,
-        "clip_qkv": c.qkv_clip,
-        "sliding_window": c.window,
-        "use_sliding_window": c.window is not None,
-        "max_window_layers": 0,
-        "layer_types": ["sliding_attention" if layer in slides else "full_attention" for layer in layers],
-        "num_experts": c.experts,
-        "num_experts_per_tok": c.top_k,
-        "norm_topk_prob": c.normalize,
-        "mlp_only_layers": list(c.dense_layers),
-        "decoder_sparse_step": 1,
-        "shared_expert_intermediate_size": c.shared_hidden,
-        "swiglu_limit": c.clamp,
-        "n_shared_experts": c.shared_hidden // c.hidden,
-        "n_group": c.expert_groups,
-        "topk_group": c.top_expert_groups,
-        "routed_scaling_factor": c.weight_scale,
-        "first_k_dense_replace": len(c.dense_layers),
-        "rope_interleave": c.rope_pairs,
-    }
-    if c.rope_scaling is not None and c.rope_scaling.kind in ("linear", "dynamic"):
-        found |= {"max_position_embeddings": c.rope_scaling.original_length}
-    if c.latent is not None:
-        found |= {
-            "head_dim": c.rotary,
-            "qk_rope_head_dim": c.rotary,
-            "qk_nope_head_dim": c.head_dim - c.rotary,
-            "v_head_dim": c.latent.value_dim,
-            "kv_lora_rank": c.latent.rank,
-            "q_lora_rank": c.latent.query_rank,
-        }
-    return {key: value for key, value in found.items() if key in kind.keys.model_fields}
-
-
 def _differing(architecture: str, config: DecoderConfig, keys: dict[str, Any]) -> list[str]:
     """Settings that a config.json of these keys would not give back."""
     try:
@@ -290,11 +183,12 @@ def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig,
     Raises:
       ValueError: a model that the architecture's config.json cannot describe.
     """
-    kind, keys = MODELS[architecture], keys_of(architecture, config)
+    family = MODELS[architecture]
+    keys = keys_of(family, config)
     if differing := _differing(architecture, config, keys):
         raise ValueError(f"this model is no {architecture}: they differ in {', '.join(differing)}.")
-    named = {kind.experts if key == "num_experts" else key: value for key, value in keys.items()}
-    found = {"architectures": [architecture], "model_type": kind.model_type, **named}
+    named = {family.experts if key == "num_experts" else key: value for key, value in keys.items()}
+    found = {"architectures": [architecture], "model_type": family.model_type, **named}
     if "sliding_window" not in found:
         found |= {"sliding_window": None}
     if end is not None:

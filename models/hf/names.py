@@ -3,10 +3,12 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from models.decoder import DecoderConfig
+from models.hf.families import MODELS, Family
 
 Path = tuple[str, ...]
 
@@ -53,98 +55,84 @@ class Entry:
         return tensor[..., self.part :: self.parts]
 
 
-def _linear(ours: str, theirs: str, *, bias: bool, fp8: bool) -> list[Entry]:
-    path = tuple(ours.split("/"))
-    found = [Entry((*path, "kernel"), f"{theirs}.weight", True)]
-    if fp8:
-        found = [Entry((*path, "weight"), f"{theirs}.weight"), Entry((*path, "scale"), f"{theirs}.weight_scale_inv")]
-    return found + ([Entry((*path, "bias"), f"{theirs}.bias")] if bias else [])
+def _entry(ours: str, theirs: str, transposed: bool = False, **more: Any) -> Entry:
+    return Entry(tuple(ours.split("/")), theirs, transposed, **more)
+
+
+def _linear(ours: str, theirs: str, c: DecoderConfig, bias: bool = False) -> list[Entry]:
+    found = [_entry(f"{ours}/kernel", f"{theirs}.weight", True)]
+    if c.stored_fp8:
+        found = [_entry(f"{ours}/weight", f"{theirs}.weight"), _entry(f"{ours}/scale", f"{theirs}.weight_scale_inv")]
+    return [*found, _entry(f"{ours}/bias", f"{theirs}.bias")] if bias else found
 
 
 def _attention(c: DecoderConfig) -> list[Entry]:
-    fp8, found = c.stored_fp8, []
+    linears = {"q": ("q_proj", c.qkv_bias), "k": ("k_proj", c.qkv_bias), "v": ("v_proj", c.qkv_bias)}
+    norms = {"q_norm": "q_norm", "k_norm": "k_norm"} if c.qk_norm else {}
     if c.latent is not None:
-        query = [("q_down", "q_a_proj", c.qkv_bias), ("q", "q_b_proj", False)]
-        for ours, theirs, bias in (
-            *(query if c.latent.query_rank is not None else [("q", "q_proj", False)]),
-            ("kv_down", "kv_a_proj_with_mqa", c.qkv_bias),
-            ("kv", "kv_b_proj", False),
-            ("out", "o_proj", c.out_bias),
-        ):
-            found += _linear(f"attention/{ours}", f"self_attn.{theirs}", bias=bias, fp8=fp8)
-        norms = ("q", "kv") if c.latent.query_rank is not None else ("kv",)
-        return found + [Entry(("attention", f"{x}_norm", "scale"), f"self_attn.{x}_a_layernorm.weight") for x in norms]
-    for ours, theirs in zip(("q", "k", "v", "out"), "qkvo", strict=True):
-        bias = c.out_bias if ours == "out" else c.qkv_bias
-        found += _linear(f"attention/{ours}", f"self_attn.{theirs}_proj", bias=bias, fp8=fp8)
-    if c.qk_norm:
-        found += [Entry(("attention", f"{x}_norm", "scale"), f"self_attn.{x}_norm.weight") for x in "qk"]
-    if c.sinks:
-        found.append(Entry(("attention", "sinks"), "self_attn.sinks"))
-    return found
+        linears, norms = {"q": ("q_proj", False)}, {"kv_norm": "kv_a_layernorm"}
+        if c.latent.query_rank is not None:
+            linears = {"q_down": ("q_a_proj", c.qkv_bias), "q": ("q_b_proj", False)}
+            norms["q_norm"] = "q_a_layernorm"
+        linears |= {"kv_down": ("kv_a_proj_with_mqa", c.qkv_bias), "kv": ("kv_b_proj", False)}
+    linears["out"] = ("o_proj", c.out_bias)
+    found = [_entry("attention/sinks", "self_attn.sinks")] if c.sinks else []
+    for ours, (theirs, bias) in linears.items():
+        found += _linear(f"attention/{ours}", f"self_attn.{theirs}", c, bias)
+    return found + [_entry(f"attention/{x}/scale", f"self_attn.{theirs}.weight") for x, theirs in norms.items()]
 
 
 def _gated_unit(ours: str, theirs: str, c: DecoderConfig) -> list[Entry]:
-    return [
-        entry
-        for part in ("gate", "up", "down")
-        for entry in _linear(f"{ours}/{part}", f"{theirs}.{part}_proj", bias=c.mlp_bias, fp8=c.stored_fp8)
-    ]
+    linear = lambda part: _linear(f"{ours}/{part}", f"{theirs}.{part}_proj", c, c.mlp_bias)
+    return [*linear("gate"), *linear("up"), *linear("down")]
 
 
-# Of an architecture: the folder of the experts, and the names of gate, up and down.
-_EXPERTS = {"MixtralForCausalLM": ("block_sparse_moe", ("w1", "w3", "w2"))}
-_SHARED = {"Qwen2MoeForCausalLM": "mlp.shared_expert", "DeepseekV3ForCausalLM": "mlp.shared_experts"}
-
-
-def _experts(architecture: str, c: DecoderConfig) -> list[Entry]:
-    moe = ("mlp", "moe")
-    if architecture == "GptOssForCausalLM":
-        found = [
-            Entry((*moe, "router", "kernel"), "mlp.router.weight", True),
-            Entry((*moe, "router", "bias"), "mlp.router.bias"),
-        ]
-        for ours, theirs, part, parts in (("gate", "gate_up", 0, 2), ("up", "gate_up", 1, 2), ("down", "down", 0, 1)):
-            name = f"mlp.experts.{theirs}_proj"
-            found.append(Entry((*moe, ours), name, part=part, parts=parts, by_expert=True))
-            found.append(Entry(("mlp", "bias", ours), f"{name}_bias", part=part, parts=parts))
-        return found
-    folder, names = _EXPERTS.get(architecture, ("mlp", ("gate_proj", "up_proj", "down_proj")))
-    found = [Entry((*moe, "router", "kernel"), f"{folder}.gate.weight", True)]
-    if c.selection_bias:
-        found.append(Entry((*moe, "router", "selection_bias"), f"{folder}.gate.e_score_correction_bias"))
-    for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
-        name = f"{folder}.experts.{{expert}}.{theirs}.weight"
-        if c.stored_fp8:
-            found += [Entry((*moe, ours, "weight"), name), Entry((*moe, ours, "scale"), f"{name}_scale_inv")]
-        else:
-            found.append(Entry((*moe, ours), name, True))
-    if c.shared_hidden:
-        found += _gated_unit("mlp/shared", _SHARED[architecture], c)
-    if c.shared_gate:
-        found.append(Entry(("mlp", "shared_gate", "kernel"), f"{_SHARED[architecture]}_gate.weight", True))
+def _gpt_oss_experts() -> list[Entry]:
+    found = [_entry("mlp/moe/router/kernel", "mlp.router.weight", True)]
+    found.append(_entry("mlp/moe/router/bias", "mlp.router.bias"))
+    for ours, theirs, part, parts in (("gate", "gate_up", 0, 2), ("up", "gate_up", 1, 2), ("down", "down", 0, 1)):
+        name = f"mlp.experts.{theirs}_proj"
+        found.append(_entry(f"mlp/moe/{ours}", name, part=part, parts=parts, by_expert=True))
+        found.append(_entry(f"mlp/bias/{ours}", f"{name}_bias", part=part, parts=parts))
     return found
 
 
-HEAD = Entry(("head", "kernel"), "lm_head.weight", True)
-EMBEDDING = Entry(("embed", "embedding"), "model.embed_tokens.weight")
+def _experts(family: Family, c: DecoderConfig) -> list[Entry]:
+    folder, *names = family.expert_names
+    found = [_entry("mlp/moe/router/kernel", f"{folder}.gate.weight", True)]
+    if c.selection_bias:
+        found.append(_entry("mlp/moe/router/selection_bias", f"{folder}.gate.e_score_correction_bias"))
+    for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
+        name = f"{folder}.experts.{{expert}}.{theirs}.weight"
+        if c.stored_fp8:
+            found += [_entry(f"mlp/moe/{ours}/weight", name), _entry(f"mlp/moe/{ours}/scale", f"{name}_scale_inv")]
+        else:
+            found.append(_entry(f"mlp/moe/{ours}", name, True))
+    if c.shared_hidden:
+        found += _gated_unit("mlp/shared", family.shared, c)
+    if c.shared_gate:
+        found.append(_entry("mlp/shared_gate/kernel", f"{family.shared}_gate.weight", True))
+    return found
+
+
+HEAD = _entry("head/kernel", "lm_head.weight", True)
+EMBEDDING = _entry("embed/embedding", "model.embed_tokens.weight")
 
 
 def table(architecture: str, config: DecoderConfig) -> tuple[Entry, ...]:
     """The entries of all parameters."""
-    found = [EMBEDDING, Entry(("norm", "scale"), "model.norm.weight")]
-    for number, (stack, layers) in enumerate(zip(("blocks", "dense_blocks"), config.stacks(), strict=False)):
-        sparse = config.experts and number == 0
+    found = [EMBEDDING, _entry("norm/scale", "model.norm.weight")]
+    for stack, layers in zip(("blocks", "dense_blocks"), config.stacks(), strict=False):
         block = [
-            Entry(("attention_norm", "scale"), "input_layernorm.weight"),
-            Entry(("mlp_norm", "scale"), "post_attention_layernorm.weight"),
+            _entry("attention_norm/scale", "input_layernorm.weight"),
+            _entry("mlp_norm/scale", "post_attention_layernorm.weight"),
             *_attention(config),
-            *(_experts(architecture, config) if sparse else _gated_unit("mlp", "mlp", config)),
         ]
-        found += [
-            dataclasses.replace(
-                entry, path=(stack, *entry.path), name=f"model.layers.{{layer}}.{entry.name}", layers=layers
-            )
-            for entry in block
-        ]
+        if stack == "dense_blocks" or not config.experts:
+            block += _gated_unit("mlp", "mlp", config)
+        else:
+            block += _gpt_oss_experts() if config.expert_bias else _experts(MODELS[architecture], config)
+        for entry in block:
+            name = f"model.layers.{{layer}}.{entry.name}"
+            found.append(dataclasses.replace(entry, path=(stack, *entry.path), name=name, layers=layers))
     return (*found, *(() if config.tie_embeddings else (HEAD,)))

@@ -4,8 +4,6 @@ Both are read into float32 and written back. A block keeps its scale while its v
 change are written as the bytes they were.
 """
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 
@@ -16,40 +14,6 @@ FP8_MAX = 448.0
 FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 FP4_BLOCK = 32
 E8M0_BIAS = 127
-
-
-# Keys of a quantization_config, by quant_method, with the values that are read.
-READ: dict[str, dict[str, Any]] = {
-    "fp8": {"weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"},
-    "mxfp4": {},
-}
-# Which tensors are quantized, their dtypes say; scale_fmt is of the activations' scales.
-MEANINGLESS = ("quant_method", "modules_to_not_convert", "modules_to_convert", "dequantize", "scale_fmt")
-
-
-def check_quantization(architecture: str, given: dict[str, Any] | None) -> None:
-    """
-    Raises:
-      ValueError: another quantization than the two, or a key or value that is not read.
-    """
-    if given is None:
-        return
-    method = given.get("quant_method")
-    blocks = method == "fp8" and given.get("weight_block_size") is not None
-    if blocks or (method == "mxfp4" and architecture == "GptOssForCausalLM"):
-        read = READ[str(method)]
-        for key, value in given.items():
-            if key in MEANINGLESS or value is None:
-                continue
-            if key not in read:
-                raise ValueError(f"quantization_config.{key} is {value!r}: no quantization known here has this key.")
-            if value != read[key]:
-                raise ValueError(f"quantization_config.{key} is {value!r}: the decoder reads only {read[key]!r}.")
-        return
-    raise ValueError(
-        f"quantization_config is {given}: the decoder does not have this checkpoint's quantization_config. Read are "
-        "quant_method fp8 with weight_block_size [128, 128], and mxfp4 of GptOssForCausalLM"
-    )
 
 
 def _spread(scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

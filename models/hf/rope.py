@@ -1,20 +1,31 @@
-"""The rotary positions of Hugging Face's config.json."""
+"""The rotary positions of Hugging Face's config.json, to and from `models.decoder.RopeScaling`."""
 
 import math
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import PositiveFloat, PositiveInt
 
 from models.decoder import RopeScaling
 
+STRICT = pydantic.ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+# Of each kind its numbers, and the settings that they are.
+NUMBERS = {
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "llama3": {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high"},
+    "yarn": {"factor": "factor", "beta_slow": "slow", "beta_fast": "fast", "truncate": "whole"},
+}
+Whole = Annotated[float, pydantic.Field(ge=1, le=1)]  # of partial_rotary_factor the decoder has only this
+OPTIONAL = ("slow", "fast")  # with the defaults of `RopeScaling`
+
 
 class Rope(pydantic.BaseModel):
     """`rope_parameters`, or `rope_scaling` before transformers 5."""
 
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = STRICT
 
-    rope_type: str = "default"
+    rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
     rope_theta: PositiveFloat | None = None
     factor: PositiveFloat | None = None
     original_max_position_embeddings: PositiveInt | None = None
@@ -26,7 +37,7 @@ class Rope(pydantic.BaseModel):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: Whole = 1.0
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -41,30 +52,24 @@ class Rope(pydantic.BaseModel):
           longest, original: the configuration's max_position_embeddings and original_max_position_embeddings.
 
         Raises:
-          ValueError: another kind, or one without its numbers.
+          ValueError: a kind without its numbers.
         """
         kind = self.rope_type
         if kind == "default":
             return None
-        if kind not in ("linear", "dynamic", "llama3", "yarn"):
-            raise ValueError(f"the decoder does not have this checkpoint's rope type {kind!r}")
         original = original or self.original_max_position_embeddings or longest
-        factor = self.factor or (longest / original if kind == "yarn" else None)
-        given = {"factor": factor}
-        if kind == "llama3":
-            given |= {"low": self.low_freq_factor, "high": self.high_freq_factor}
-        if lacking := [name for name, value in given.items() if value is None]:
-            raise ValueError(f"rope type {kind!r} lacks its numbers: {', '.join(lacking)}")
+        numbers: dict[str, Any] = {ours: getattr(self, theirs) for theirs, ours in NUMBERS[kind].items()}
         if kind == "yarn":
-            given |= {"slow": self.beta_slow or 1.0, "fast": self.beta_fast or 32.0}
-        numbers: dict[str, Any] = {name: float(value) for name, value in given.items() if value is not None}
-        length = longest if kind in ("dynamic", "linear") else original
-        magnitude = self._magnitude(numbers["factor"]) if kind == "yarn" else 1.0
-        return RopeScaling(kind, original_length=length, whole=self.truncate, magnitude=magnitude, **numbers)
+            numbers["factor"] = self.factor or longest / original
+            numbers["magnitude"] = self._magnitude(numbers["factor"])
+        if lacking := [name for name, value in numbers.items() if value is None and name not in OPTIONAL]:
+            raise ValueError(f"rope type {kind!r} lacks its numbers: {', '.join(lacking)}")
+        numbers = {name: value for name, value in numbers.items() if value is not None}
+        return RopeScaling(kind, original_length=longest if kind in ("dynamic", "linear") else original, **numbers)
 
     def _magnitude(self, factor: float) -> float:
         if self.attention_factor is not None:
-            return float(self.attention_factor)
+            return self.attention_factor
         if self.mscale and self.mscale_all_dim:
             return yarn_magnitude(factor, self.mscale) / yarn_magnitude(factor, self.mscale_all_dim)
         return yarn_magnitude(factor)
@@ -72,3 +77,17 @@ class Rope(pydantic.BaseModel):
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def rope_keys(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """The keys of `rope_parameters`."""
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": base}
+    found = {theirs: getattr(scaling, ours) for theirs, ours in NUMBERS[scaling.kind].items()}
+    if scaling.kind in ("llama3", "yarn"):
+        found["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind == "yarn":
+        found["attention_factor"] = scaling.magnitude
+    if scaling.sharpness:
+        found["mscale_all_dim"] = scaling.sharpness
+    return {"rope_type": scaling.kind, "rope_theta": base} | found

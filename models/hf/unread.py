@@ -1,7 +1,7 @@
 """Keys of Hugging Face's config.json that the architectures' classes do not read, or not for the logits.
 
-What a class of transformers reads is in its `models.hf.keys.Keys`. tests/data/hf_reads.json has what transformers 5.24
-reads while it makes and runs each model; 4.33, 4.46, 4.51 and 4.57 were looked through by hand.
+What a class of transformers reads is in `models.hf.families`. tests/data/hf_reads.json has what transformers 5.24 reads
+while it makes and runs each model; 4.33, 4.46, 4.51 and 4.57 were looked through by hand.
 """
 
 import json

@@ -12,7 +12,7 @@ from flax import nnx
 
 from models import hf
 from models.decoder import Decoder
-from models.hf.files import DTYPES, new_header, write_file
+from models.hf.tensors import DTYPES, new_header, write_file
 from tests.arrays import put
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "hf"

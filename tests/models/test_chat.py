@@ -145,11 +145,11 @@ def test_tokenizers_that_leave_out_white_space(tmp_path):
         ({"messages": []}, '"messages" is \\[\\]'),
         ({"messages": "hello"}, "it must be a list of messages"),
         ({"messages": ["hello"]}, "message 0 is 'hello'"),
-        ({"messages": [{"role": "bot", "content": "b"}]}, "message 0: the role is 'bot'; write one of system"),
+        ({"messages": [{"role": "bot", "content": "b"}]}, "message 0: the role is 'bot'; it must be one of system"),
         ({"messages": [{"content": "a"}]}, "the role is None"),
         ({"messages": [{"role": "user"}]}, "the content is None; it must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "the content is \\[{'type'"),
-        ({"messages": [{"role": "user", "content": "a\ufdd0"}]}, "which are no characters"),
+        ({"messages": [{"role": "user", "content": "a\ufdd0"}]}, "the content is .a.ufdd0.; it must be text, without"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": "add"}, '"tools" is \'add\''),
     ],
 )  # fmt: skip
@@ -173,6 +173,9 @@ def test_what_a_template_cannot_do():
     changed = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}"
     with pytest.raises(ValueError, match="mine changes the text between"):
         written(changed).mark(one)
+    for content, says in (("a\udfff", "half of a surrogate"), ("\0", "zero byte")):
+        with pytest.raises(ValueError, match=f"mine: the conversation's text has .*{says}"):
+            written("{% for m in messages %}{{ m.name }}{% endfor %}").render([{"role": "user", "name": content}])
     # Out of the sandbox.
     for source in (
         "{{ messages.append(1) }}",

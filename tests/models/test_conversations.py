@@ -22,7 +22,7 @@ from models.generate import command as generate
 from models.training import config
 from models.training import lm as train_lm
 from models.training.lm import main
-from models.training.presets import PRESETS, Preset
+from models.training.presets import PRESETS
 from tests.arrays import put
 from tests.models.test_decoder_parts import model_of
 
@@ -95,29 +95,6 @@ def test_whole_conversations_are_held_out():
         split(documents(1))
 
 
-def documents_of(lengths: np.ndarray, seed: int = 0) -> Documents:
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, 256, lengths.sum(), dtype=np.uint8)
-    return Documents(tokens, np.cumsum([0, *lengths]), rng.random(lengths.sum()) < 0.3)
-
-
-@pytest.mark.parametrize("pack", [True, False])
-def test_every_scored_token_is_a_counted_target_once(pack):
-    """A document's first token is no target."""
-    lengths = np.random.default_rng(2).integers(1, 40, 30)
-    documents = documents_of(lengths)._replace(tokens=np.arange(lengths.sum(), dtype=np.uint32))
-    preset = Preset(CONFIG, 16, 8, steps=1, learning_rate=1, warmup_steps=1, eval_every=1, pack=pack)
-    seen = []
-    for rows in train_lm.make_rows(preset, documents):
-        batch = train_lm.even_rows(documents, rows, rows.row_count, 1)
-        assert batch.scored.dtype == bool
-        assert batch.counted() == batch.counts().sum()
-        assert not (batch.counts() & (batch.documents < 0)).any()
-        seen += batch.targets[batch.counts()].tolist()
-    wanted = np.setdiff1d(np.flatnonzero(documents.scored), documents.offsets)
-    np.testing.assert_array_equal(sorted(seen), wanted)
-
-
 @pytest.fixture(scope="module")
 def model():
     return model_of(CONFIG)
@@ -143,8 +120,7 @@ def test_the_loss_is_of_the_counted_targets(model):
 def test_the_date_is_that_of_the_run(tmp_path, monkeypatch):
     """Of its settings; of the run that is resumed, on another day, too; else the day on which it begins."""
     day = "{{ strftime_now('%d %b %Y') }}\n"
-    beside = {"chat_template": day + SOURCE}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": day + SOURCE}))
     data = lines_in(tmp_path / "chats.jsonl", *(10 * [chat("who?", "me!")]))
     corpus = train_lm.read_corpus([data], Bytes(), folder=tmp_path, context=99, date="2026-11-27T23:59:59")
     assert bytes(corpus.train.tokens[:21].tolist()) == b"27 Nov 2026\nu:who?\na:"
@@ -155,20 +131,16 @@ def test_the_date_is_that_of_the_run(tmp_path, monkeypatch):
             return cls(2026, 11, 28, 0, 0, 1)
 
     monkeypatch.setattr(datetime, "datetime", Clock)
-    preset, out, default = PRESETS["demo"], tmp_path / "out", tmp_path / "runs"
-    begun = dataclasses.replace(preset, date="2026-11-27T23:59:59")
+    preset, out = PRESETS["demo"], tmp_path / "out"
     out.mkdir()
     (out / "data.json").write_text("{}")
-    config.write(begun, out / "config.yaml")
-    date_of = lambda given, **options: train_lm.with_date(given, train_lm.LmOptions(**options), default).date
+    config.write(dataclasses.replace(preset, date="2026-11-27T23:59:59"), out / "config.yaml")
+    date_of = lambda given, **options: train_lm.with_date(given, train_lm.LmOptions(**options), tmp_path / "runs").date
     assert date_of(preset, out=out, resume=True) == "2026-11-27T23:59:59"
     assert date_of(preset, out=out) == date_of(preset, resume=True) == "2026-11-28T00:00:01"
     assert date_of(dataclasses.replace(preset, date="2025-01-02"), out=out, resume=True) == "2025-01-02"
     with pytest.raises(ValueError, match=r"date is '27\.11\.2026'; write it as 2026-11-27 or"):
         dataclasses.replace(preset, date="27.11.2026")
-    template = ChatTemplate(day, {}, "x")
-    monkeypatch.setattr(Clock, "now", lambda: Clock(2026, 11, 29))
-    assert template.render([]) == "28 Nov 2026"
 
 
 def test_the_command(tmp_path, capsys):

@@ -51,13 +51,11 @@ def test_what_cannot_be_read(tmp_path, words):
         read_texts([tmp_path / "nowhere"])
     with pytest.raises(FileNotFoundError, match=r"holds no file of \.txt, \.md, \.py, \.jsonl"):
         read_texts([tmp_path])
-    for content, says in ((b"a\nb\0", "line 2, byte 3 is zero"), (b"caf\xe9", "byte 3, 0xe9, is not UTF-8")):
-        (tmp_path / "b.txt").write_bytes(content)
-        with pytest.raises(
-            ValueError, match=rf"b\.txt is no text: .*{says}\. Convert it to UTF-8, leave it out, or pass"
-        ):
-            read_texts([tmp_path])
-        assert read_texts([tmp_path], raw=True) == [content]
+    (tmp_path / "b.txt").write_bytes(b"a\nb\0")
+    says = r"b\.txt is no text: line 2, byte 3 is zero\. Convert it to UTF-8, leave it out, or pass"
+    with pytest.raises(ValueError, match=says):
+        read_texts([tmp_path])
+    assert read_texts([tmp_path], raw=True) == [b"a\nb\0"]
     with pytest.raises(ValueError, match=r"begins with b'\\xff' is not UTF-8, and --tokenizer needs text"):
         tokenize([b"one", b"\xff"], HuggingFace(words))
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -6,7 +6,6 @@ import pathlib
 import re
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.flax
@@ -14,7 +13,7 @@ from flax import nnx, traverse_util
 
 from models import hf
 from models.hf import quantized as hf_quantized
-from models.hf.files import INDEX
+from models.hf.tensors import INDEX
 from tests.models.hf_checkpoints import DATA, NAMES, changed, stored
 
 
@@ -77,59 +76,43 @@ def test_a_checkpoint_that_is_not_the_models(tmp_path):
         hf.save(tmp_path, architecture, model, like=DATA / "qwen3")
 
 
-def fp8_of(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """With the scale of each block's largest magnitude, and random ones above it."""
-    rows, columns = hf_quantized.fp8_scales(matrix.shape)
-    scales = np.random.default_rng(1).uniform(1, 3, (rows, columns)).astype(np.float32) / 50
-    values = np.zeros(matrix.shape, ml_dtypes.float8_e4m3fn)
-    for i in range(rows):
-        for j in range(columns):
-            block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
-            values[block] = matrix[block] / scales[i, j]
-    return values, scales
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 257), (300, 70)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (129, 257)], ids=str)
 def test_fp8_blocks(shape):
+    """A block keeps its scale while its values fit: values and scales of a matrix 10,000 times as large are others."""
     matrix = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    values, scales = fp8_of(matrix)
+    scales = np.random.default_rng(1).uniform(1, 3, hf_quantized.fp8_scales(shape)).astype(np.float32) / 50
+    values, same = hf_quantized.to_fp8(matrix, scales)
+    assert same.tobytes() == scales.tobytes()
     read = hf_quantized.from_fp8(values, scales)
     for i, j in {(0, 0), (shape[0] - 1, 0), (0, shape[1] - 1), (shape[0] - 1, shape[1] - 1)}:
         assert read[i, j] == np.float32(values[i, j]) * scales[i // 128, j // 128]
-    again, same = hf_quantized.to_fp8(read, scales)
-    assert (again.tobytes(), same.tobytes()) == (values.tobytes(), scales.tobytes())
-    larger, grown = hf_quantized.to_fp8(10_000 * matrix, scales)  # no block keeps its scale
-    error = np.abs(hf_quantized.from_fp8(larger, grown) - 10_000 * matrix)
-    assert (error <= 10_000 * (np.abs(matrix) / 16 + np.abs(matrix).max() / 448 / 512)).all()
+    for factor in (1, 10_000):
+        error = np.abs(hf_quantized.from_fp8(*hf_quantized.to_fp8(factor * matrix, scales)) - factor * matrix)
+        assert (error <= factor * (np.abs(matrix) / 16 + np.abs(matrix).max() / 448 / 512) + scales.max() / 1024).all()
     zeros, _ = hf_quantized.to_fp8(np.zeros(shape, np.float32), np.zeros_like(scales))
     assert not zeros.astype(np.float32).any()
 
 
 def test_every_code_of_mxfp4():
-    """All 16 codes with small and large exponents, in both places of a byte."""
-    rng = np.random.default_rng(0)
-    codes = np.concatenate([np.tile(np.arange(16, dtype=np.uint8), 4), rng.integers(0, 16, 64 * 6, dtype=np.uint8)])
-    codes = codes.reshape(7, 2, 32)
-    blocks, scales = codes[..., 0::2] | codes[..., 1::2] << 4, rng.integers(90, 160, (7, 2)).astype(np.uint8)
+    """In both places of a byte, with small and large exponents; middles go to even codes."""
+    codes = np.tile(np.arange(16, dtype=np.uint8), 7 * 2 * 2).reshape(7, 2, 32)
+    codes[:, 1] = codes[:, 1, ::-1]
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    scales = np.random.default_rng(0).integers(90, 160, (7, 2)).astype(np.uint8)
     read = hf_quantized.from_mxfp4(blocks, scales)
-    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    wanted = [
-        [(-1 if code & 8 else 1) * magnitudes[code & 7] * 2.0 ** (int(scales[i, j // 32]) - 127)]
-        for i in range(7)
-        for j, code in enumerate(codes[i].ravel())
-    ]
-    assert read.shape == (64, 7)
-    np.testing.assert_array_equal(read.T.ravel(), np.ravel(wanted))
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    wanted = np.where(codes & 8, -1, 1) * magnitudes[codes & 7] * 2.0 ** (scales.astype(int) - 127)[..., None]
+    np.testing.assert_array_equal(read, wanted.reshape(7, 64).T)
     again, same = hf_quantized.to_mxfp4(read, scales)
     assert (again.tobytes(), same.tobytes()) == (blocks.tobytes(), scales.tobytes())
 
-    middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6] * 4, np.float32)[:, None]  # to even codes
-    made, exponents = hf_quantized.to_mxfp4(np.concatenate([middles, -middles]), np.full((1, 2), 127, np.uint8))
-    rounded = hf_quantized.from_mxfp4(made, exponents)[:, 0]
+    middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6] * 4, np.float32)[:, None]
+    made = hf_quantized.to_mxfp4(np.concatenate([middles, -middles]), np.full((1, 2), 127, np.uint8))
+    rounded = hf_quantized.from_mxfp4(*made)[:, 0]
     np.testing.assert_array_equal(rounded[:8], [0, 1, 1, 2, 2, 4, 4, 6])
     np.testing.assert_array_equal(rounded[32:40], [-0.0, -1, -1, -2, -2, -4, -4, -6])
 
-    matrix = rng.normal(size=(96, 5)).astype(np.float32)
+    matrix = np.random.default_rng(0).normal(size=(96, 5)).astype(np.float32)
     made, exponents = hf_quantized.to_mxfp4(matrix, np.zeros((5, 3), np.uint8))
     error = np.abs(hf_quantized.from_mxfp4(made, exponents) - matrix).T.reshape(5, 3, 32)
     assert (error <= 2.0 ** (exponents.astype(int) - 127)[..., None]).all()

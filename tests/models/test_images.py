@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from models.data.image_files import fitting_grid
 from models.data.images import (
     DATA_SETS,
     Batch,
     DataSet,
     Images,
     every_image_once,
-    fitting_grid,
     image_batches,
     next_batch,
     pack,
@@ -172,14 +172,6 @@ def test_a_folder_of_classes(tmp_path):
         np.testing.assert_array_equal(image, same)
 
 
-def test_a_folder_without_classes(tmp_path):
-    for i in range(10):
-        save(tmp_path / f"{i}.png", 16, 16)
-    data = read_data(str(tmp_path), 0, patch=4, longest=64)
-    assert data.classes == (tmp_path.name,)
-    assert (len(data.train.pixels), len(data.heldout.pixels)) == (9, 1)
-
-
 @given(st.integers(1, 5_000), st.integers(1, 5_000), st.integers(1, 16), st.integers(1, 300))
 def test_grids_fit_and_keep_the_ratio(height, width, patch, longest):
     rows, columns = fitting_grid(height, width, patch, longest)
@@ -190,12 +182,19 @@ def test_grids_fit_and_keep_the_ratio(height, width, patch, longest):
         assert rows / (columns + 1) <= height / width <= (rows + 1) / columns
 
 
-def test_folders_that_cannot_be_used(tmp_path):
+def test_folders_without_classes_and_those_that_cannot_be_used(tmp_path):
     read = lambda: read_data(str(tmp_path), 0, 4, 64)
     with pytest.raises(ValueError, match="'cats' is not one of digits, and no folder"):
         read_data("cats", 0, 4, 64)
-    with pytest.raises(ValueError, match="has 0 images"):
+    (tmp_path / "0.HEIC").touch()
+    with pytest.raises(ValueError, match=r"has 0 images; of 10 in a class, one can be held out\. not read: 1 \.heic$"):
         read()
+    for i in range(10):
+        save(tmp_path / f"{i}.png", 16, 16)
+    data = read()
+    assert (data.classes, len(data.train.pixels), len(data.heldout.pixels)) == ((tmp_path.name,), 9, 1)
+    for i in range(10):
+        (tmp_path / f"{i}.png").unlink()
     for i in range(9):
         save(tmp_path / "one" / f"{i}.png", 8, 8)
     with pytest.raises(ValueError, match="has 9 images; of 10 in a class"):

@@ -23,9 +23,9 @@ many_lengths = st.lists(st.one_of(st.integers(0, 3), st.integers(1, 70)), min_si
 )
 
 
-def documents_of(lengths) -> Documents:
+def documents_of(lengths, scored=None) -> Documents:
     """All tokens differ, so that each one is identifiable."""
-    return Documents(np.arange(sum(lengths), dtype=np.uint32), np.cumsum([0, *lengths]))
+    return Documents(np.arange(sum(lengths), dtype=np.uint32), np.cumsum([0, *lengths]), scored)
 
 
 def predictions_of(batch) -> list[tuple[int, int]]:
@@ -64,6 +64,18 @@ def test_every_prediction_lies_in_one_row(lengths):
     check_rows(batch)
     assert sorted(predictions_of(batch)) == all_predictions(lengths)
     assert batch.counted() == len(all_predictions(lengths))
+
+
+@given(many_lengths)
+def test_every_scored_token_is_a_counted_target_once(lengths):
+    """A document's first token is no target."""
+    documents = documents_of(lengths, np.random.default_rng(0).random(sum(lengths)) < 0.3)
+    for found in ((pack(documents, LENGTH),), one_a_row(documents, LENGTH, 3)):
+        batches = [even_rows(documents, rows, rows.row_count, 1) for rows in found]
+        assert not any((batch.counts() & (batch.documents < 0)).any() for batch in batches)
+        seen = np.concatenate([batch.targets[batch.counts()] for batch in batches])
+        np.testing.assert_array_equal(np.sort(seen), np.setdiff1d(np.flatnonzero(documents.scored), documents.offsets))
+        assert sum(batch.counted() for batch in batches) == len(seen)
 
 
 @given(many_lengths, st.integers(1, 3))

@@ -113,7 +113,7 @@ def test_no_pairs(folder, tmp_path_factory):
         (lambda folder: [save(folder / f"{x}.png") for x in "xyz"], r"x\.txt is missing, and 2 more"),
         (lambda folder: (folder / "x.txt").write_text("x"), r"x\.txt is the caption of no image"),
         (lambda folder: save(folder / "x.png", " \n"), r"x\.txt: the caption is empty"),
-        (lambda folder: save(folder / "x.png", b"\xff\xfe"), r"x\.txt is no text: byte 0 is not UTF-8"),
+        (lambda folder: save(folder / "x.png", b"\xff\xfe"), r"x\.txt is no text: line 1, byte 0"),
         (lambda folder: save(folder / "x.png", "a\0b"), r"x\.txt: the caption has a zero byte"),
         (lambda folder: [save(folder / "x.png", "x"), save(folder / "x.bmp")], r"x\.bmp and x\.png have one caption"),
         (
@@ -132,9 +132,7 @@ def test_a_folder_with_an_error(folder, change, error):
     ("line", "error"),
     [
         ("{", r"line 2: '\{' is no JSON object with an \"image\" and a \"text\" that are strings"),
-        ('{"image": "00.png"}', 'line 2: .* is no JSON object with an "image" and a "text"'),
         ('{"image": "00.png", "text": 7}', "that are strings"),
-        ("[1]", "that are strings"),
         ('{"image": "none.png", "text": "x"}', r"line 2: there is no image .*none\.png"),
         ('{"image": "00.png", "text": " "}', "line 2: the caption is empty"),
     ],

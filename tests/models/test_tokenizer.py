@@ -88,30 +88,24 @@ def test_numbers_of_tokens(tmp_path):
             HuggingFace(tmp_path / "odd.json")
 
 
-def test_zero_is_a_token(tmp_path):
-    """As the end of a text, by itself and in a list; null and an empty list are none."""
+def test_tokens_that_end_a_text(tmp_path):
+    """Zero is one, by itself and in a list; null and an empty list are none."""
     made_with().save(str(tmp_path / "tokenizer.json"))
-    read = lambda: (
-        end_token(tmp_path),
-        end_tokens(tmp_path, tokenizer_of(tmp_path, 10)),
-        tokenizer_of(tmp_path, 10).end,
-    )
-    for given, wanted in ((0, (0, (0,), 0)), ([0], (0, (0,), 0)), ([0, 9], (0, (0, 9), 0)), ([9, 0], (9, (9, 0), 9)),
-                          (None, (None, (9,), 9))):  # fmt: skip
-        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": given}))
-        assert read() == wanted
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 0]}))
-        assert end_tokens(tmp_path, tokenizer_of(tmp_path, 10)) == (7, 0)
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-        assert end_tokens(tmp_path, tokenizer_of(tmp_path, 10)) == (0,)
-        for nothing in ({"eos_token_id": None}, {"eos_token_id": []}, {}):
-            (tmp_path / "generation_config.json").write_text(json.dumps(nothing))
-            assert read() == wanted
-        (tmp_path / "generation_config.json").unlink()
+
+    def read(of_config, of_generation=None):
+        for name, given in (("config", of_config), ("generation_config", of_generation)):
+            (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token_id": given}))
+        tokenizer = tokenizer_of(tmp_path, 10)
+        return end_token(tmp_path), end_tokens(tmp_path, tokenizer), tokenizer.end
+
+    assert read(0) == read([0], []) == (0, (0,), 0)
+    assert read([9, 0]) == (9, (9, 0), 9)
+    assert read(None) == (None, (9,), 9)
+    assert read([9, 0], [7, 0]) == (9, (7, 0), 9)
+    assert read([9, 0], 0) == (9, (0,), 9)
     for wrong in (-1, True, "</s>", 1.5, [0, None], 2**31):
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
         with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id is"):
-            end_tokens(tmp_path, tokenizer_of(tmp_path, 10))
+            read(0, wrong)
     assert end_tokens(tmp_path, Bytes()) == ()
 
 

@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import typer
@@ -16,6 +17,7 @@ from models.distributed import device_memory
 from models.distributed.mesh import make_mesh
 from models.distributed.processes import exchanged, initialize, is_first, make_console
 from models.hf.config import read_json
+from models.layers import remark
 from models.training import config, folders
 from models.training.config import Options
 from models.training.ending import in_one_line
@@ -57,14 +59,18 @@ def choose_mesh(options: Options, backend: str) -> Mesh | None:
     return None
 
 
-def devices(mesh: Mesh | None) -> str:
-    """The line about the devices."""
-    kind = jax.devices()[0].device_kind
-    return (
-        kind
-        if mesh is None
-        else f"{mesh.size} x {kind} ({', '.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)})"
-    )
+def print_model(options: Options, model: Any, run: Run) -> None:
+    """Prints the lines about the model's precision, the devices and the policy.
+
+    Args:
+      model: has its settings.
+    """
+    devices = jax.devices()[0].device_kind
+    if run.mesh is not None:
+        axes = ", ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
+        devices = f"{run.mesh.size} x {devices} ({axes})"
+    run.console.print(f"preset {options.preset}, {model.dtype}, recipe {model.recipe}, on {devices}")
+    run.console.print(remark(model.policy), end="")
 
 
 @contextlib.contextmanager

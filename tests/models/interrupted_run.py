@@ -11,6 +11,7 @@ import jax
 
 from models.decoder import DecoderConfig
 from models.training import lm as train_lm
+from models.training import loop
 from models.training.presets import PRESETS, Preset
 
 EVERY = 2
@@ -18,18 +19,8 @@ TOO_LONG_S = 60  # after which a test that went wrong ends
 MODEL = DecoderConfig(
     256, 16, layers=2, heads=2, kv_heads=2, head_dim=8, hidden=16, tie_embeddings=True
 )  # dense: experts take thrice as long to compile
-TINY = Preset(
-    MODEL,
-    context=16,
-    batch=8,
-    steps=5,
-    learning_rate=1e-2,
-    warmup_steps=1,
-    eval_every=4,
-    eval_windows=4,
-    accumulate=2,
-    ema=0.9,
-)
+SIZES = {"context": 16, "batch": 8, "accumulate": 2, "eval_windows": 4, "ema": 0.9}
+TINY = Preset(MODEL, steps=5, learning_rate=1e-2, warmup_steps=1, eval_every=4, **SIZES)
 
 
 def train(out: Path, backend: str = "xla", **options: Any) -> None:
@@ -48,7 +39,7 @@ def main(folder: str, coordinator: str = "") -> None:
     The second one, without `coordinator`, reads it and its own number from SLURM's variables. It leaves the next write
     half written, until it is killed.
     """
-    overwritten, make_step, calls = threading.Event(), train_lm.make_step, itertools.count(1)
+    overwritten, make_step, calls = threading.Event(), loop.make_step, itertools.count(1)
 
     def hold(event: str, arguments: tuple) -> None:
         if event == "os.mkdir" and str(arguments[0]).endswith("checkpoints/2.orbax-checkpoint-tmp"):
@@ -70,7 +61,7 @@ def main(folder: str, coordinator: str = "") -> None:
 
     if coordinator:
         sys.addaudithook(hold)
-    train_lm.make_step = watched
+    loop.make_step = watched
     how = {"coordinator": coordinator, "processes": 2, "process_id": 0} if coordinator else {"distributed": True}
     train(Path(folder), mesh="fsdp=2", save_every=EVERY, **how)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import typer
 
-from models.training import lm as train_lm
+from models.training import loop
 from models.training.finite import NotFinite, Watch
 from models.training.report import MetricsLog, plot_report
 from tests.models.interrupted_run import train
@@ -25,7 +25,7 @@ def rows_of(out) -> list[dict]:
 
 def spoil(monkeypatch, field: str, steps: set[int], value: float) -> None:
     """A number of these steps of the run, counted from 1."""
-    make_step, wrong = train_lm.make_step, jax.device_put(np.float32(value))
+    make_step, wrong = loop.make_step, jax.device_put(np.float32(value))
 
     def spoiled(*arguments):
         step, calls = make_step(*arguments), iter(range(1, 100))
@@ -36,7 +36,7 @@ def spoil(monkeypatch, field: str, steps: set[int], value: float) -> None:
 
         return run
 
-    monkeypatch.setattr(train_lm, "make_step", spoiled)
+    monkeypatch.setattr(loop, "make_step", spoiled)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_it_ends_without_a_model(tmp_path, monkeypatch, capsys):
 
 def test_a_heldout_loss_that_is_not_finite(tmp_path, monkeypatch, capsys):
     """The evaluations are after steps 1, 4 and 5: none is finite, so no checkpoint is written."""
-    monkeypatch.setattr(train_lm, "make_evaluate", lambda *_: lambda *_: jax.device_put(np.float32(math.nan)))
+    monkeypatch.setattr(loop, "make_evaluate", lambda *_: lambda *_: jax.device_put(np.float32(math.nan)))
     with pytest.raises(typer.Exit):
         train(tmp_path, save_every=1)
     assert "The held-out loss is not finite since step 1 (3 in a row). The run ends" in capsys.readouterr().out

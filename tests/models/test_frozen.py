@@ -16,12 +16,12 @@ from models.decoder import DecoderConfig
 from models.distributed.mesh import name_of
 from models.training import lm as train_lm
 from models.training import loop
-from models.training.presets import Preset
+from models.training.presets import Preset, rates
 from tests.models.interrupted_run import EVERY, train
 
 CONFIG = DecoderConfig(256, 16, 2, 2, 2, 8, 24, backend="xla")  # dense: experts take thrice as long to compile
 FREEZE = (r"^embed", "mlp/(gate|up|down)", "attention/[qk]/")
-PRESET = Preset(CONFIG, 8, 8, steps=8, learning_rate=1e-2, warmup_steps=1, eval_every=8, ema=0.5, freeze=FREEZE)
+PRESET = Preset(CONFIG, 8, 8, ema=0.5, freeze=FREEZE, **rates(8, 1e-2, 1, 8))
 FROZEN = {
     "embed/embedding", "blocks/mlp/gate/kernel", "blocks/mlp/up/kernel", "blocks/mlp/down/kernel",
     "blocks/attention/q/kernel", "blocks/attention/k/kernel",
@@ -41,14 +41,14 @@ def batch_of(preset: Preset) -> Batch:
 
 def test_they_stay_and_nothing_is_stored_for_them():
     """The step by hand: test_step_by_hand.py."""
-    graphdef, state = train_lm.init_state(PRESET, 0)
+    graphdef, state = loop.first_state(train_lm.LmTask(PRESET))
     before = by_name(state.params)
     assert set(by_name(state.average)) == set(before) - FROZEN
     names = [name_of(path) for path, _ in jax.tree.leaves_with_path(state.opt_state)]
     for moment in ("mu", "nu"):
         found = {name.split(f"/{moment}/")[1].removesuffix("/value") for name in names if f"/{moment}/" in name}
         assert found == set(before) - FROZEN
-    step, batch = train_lm.make_step(graphdef, PRESET), loop.place(batch_of(PRESET))
+    step, batch = loop.make_step(graphdef, train_lm.LmTask(PRESET)), loop.place(batch_of(PRESET))
     for _ in range(2):  # the first one's learning rate is zero
         state, _ = step(state, batch, jax.random.key(0))
     for params in (state.params, loop.kept(state)):
@@ -62,9 +62,9 @@ def test_their_gradients_are_not_computed():
     def flops(freeze: tuple[str, ...], **sizes) -> float:
         model = dataclasses.replace(CONFIG, **{"layers": 1, "hidden": 400, "unroll": True} | sizes)
         preset = dataclasses.replace(PRESET, ema=None, freeze=freeze, model=model)
-        graphdef, state = jax.eval_shape(lambda: train_lm.init_state(preset, 0))
-        batch = batch_of(preset)
-        step = loop.make_step(graphdef, preset, lambda *given: train_lm.objective(preset, True, *given))
+        task, batch = train_lm.LmTask(preset), batch_of(preset)
+        graphdef, state = jax.eval_shape(lambda: loop.first_state(task))
+        step = loop.make_step(graphdef, task)
         return step.lower(state, batch, jax.eval_shape(lambda: jax.random.key(0))).cost_analysis()["flops"]
 
     whole, blocks, head = flops(()), flops((r"^blocks.*kernel",)), flops((r"^(embed|blocks|norm)",))

@@ -19,25 +19,15 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from models.data.packing import Documents
 from models.training import lm as train_lm
-from models.training.loop import (
-    Measured,
-    Run,
-    Training,
-    init_state,
-    kept,
-    make_evaluate,
-    make_step,
-    place,
-    prefetched,
-    run_steps,
-)
-from models.training.presets import Preset, of_bytes
+from models.training import loop
+from models.training.loop import Measured, Run, Training, kept, make_evaluate, make_step, place, prefetched, run_steps
+from models.training.presets import Preset, of_bytes, rates
 from models.training.report import MetricsLog, plot_report
 
 DENSE = dataclasses.replace(
     of_bytes(layers=1, width=8, heads=2, experts=1, top_k=1, hidden=8), experts=0, top_k=0, backend="xla"
 )
-TINY = Preset(DENSE, context=32, batch=4, steps=6, learning_rate=1e-2, warmup_steps=2, eval_every=3, eval_windows=8)
+TINY = Preset(DENSE, context=32, batch=4, eval_windows=8, **rates(6, 1e-2, 2, 3))
 
 
 def text(lengths) -> Documents:
@@ -49,11 +39,11 @@ UNEVEN = text(np.random.default_rng(1).integers(2, 33, 80).tolist())
 
 
 def test_steps_of_unequal_data_share_two_programs():
-    preset = dataclasses.replace(TINY, pack=False, buckets=2, steps=100)
-    rows = train_lm.make_rows(preset, UNEVEN)
-    graphdef, state = train_lm.init_state(preset, 0)
-    step, lengths, key = train_lm.make_step(graphdef, preset), set(), jax.random.key(0)
-    for batch in prefetched(train_lm.make_batches(preset, UNEVEN, rows), 0, 100):
+    task = train_lm.LmTask(dataclasses.replace(TINY, pack=False, buckets=2, steps=100))
+    rows = train_lm.make_rows(task.preset, UNEVEN)
+    graphdef, state = loop.first_state(task)
+    step, lengths, key = make_step(graphdef, task), set(), jax.random.key(0)
+    for batch in prefetched(train_lm.make_batches(task.preset, UNEVEN, rows), 0, 100):
         lengths.add(batch.tokens.shape)
         state, _ = step(state, batch, key)
     assert int(state.step) == 100
@@ -73,44 +63,32 @@ class Line(NamedTuple):
         return self.x.size
 
 
-@dataclasses.dataclass
-class Toy:
+class Slope(loop.Task):
     """A model of one parameter."""
 
-    training: Training
-    graphdef: Any
-    schedule: Any
+    def model(self, rngs, *, sharded=False):
+        return nnx.Linear(1, 1, use_bias=False, rngs=rngs)
 
-    def state(self):
-        _, params, histories = nnx.split(nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param, ...)
-        return init_state(self.schedule, params, histories)
+    def objective(self, model, batch, key):
+        x = batch.x[:, None]
+        loss = jnp.mean((model(x) - 3 * x) ** 2)
+        return loss, Measured(loss, load=jnp.ones((1, 2)) / 2)
 
 
-def toy_objective(model, batch, key):
-    x = batch.x[:, None]
-    loss = jnp.mean((model(x) - 3 * x) ** 2)
-    return loss, Measured(loss, load=jnp.ones((1, 2)) / 2)
+TOY = Slope(dataclasses.replace(TINY, steps=23, learning_rate=0.2, eval_every=10, ema=0.9, weight_decay=0.0))
+
+
+def toy_state() -> loop.TrainState:
+    return loop.first_state(TOY)[1]
 
 
 @pytest.fixture(scope="module")
-def toy():
-    schedule = dataclasses.replace(TINY, steps=23, learning_rate=0.2, eval_every=10, ema=0.9, weight_decay=0.0)
-    graphdef, _, _ = nnx.split(nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param, ...)
-    heldout, evaluate, key = (
-        place(Line(np.ones((1, 4), np.float32))),
-        make_evaluate(graphdef, toy_objective),
-        jax.random.key(0),
-    )
+def toy() -> Training:
+    graphdef = nnx.split(TOY.model(nnx.Rngs(0)))[0]
+    heldout, evaluate, key = place(Line(np.ones((1, 4), np.float32))), make_evaluate(graphdef, TOY), jax.random.key(0)
     batches = lambda step: Line(np.random.default_rng(step).normal(size=(1, 4)).astype(np.float32))
-    training = Training(
-        schedule,
-        make_step(graphdef, schedule, toy_objective),
-        lambda state: evaluate(kept(state), state.histories, heldout, key),
-        batches,
-        key,
-        "nats",
-    )
-    return Toy(training, graphdef, schedule)
+    of_state = lambda state: evaluate(kept(state), state.histories, heldout, key)
+    return Training(TOY.preset, make_step(graphdef, TOY), of_state, batches, key, "nats")
 
 
 def lines_of(out) -> list[dict]:
@@ -119,15 +97,15 @@ def lines_of(out) -> list[dict]:
 
 def test_a_run_that_is_taken_up_again_is_the_same(toy, tmp_path, monkeypatch):
     console = Console(file=io.StringIO())
-    whole, history = run_steps(toy.training, toy.state(), Run(tmp_path / "whole", console))
-    early = lambda steps: dataclasses.replace(toy.training, schedule=dataclasses.replace(toy.schedule, steps=steps))
-    checkpoint, _ = run_steps(early(14), toy.state(), Run(tmp_path / "checkpoint", console))
-    run_steps(early(17), toy.state(), Run(tmp_path / "half", console))  # killed: three steps are done again
+    whole, history = run_steps(toy, toy_state(), Run(tmp_path / "whole", console))
+    early = lambda steps: dataclasses.replace(toy, schedule=dataclasses.replace(TOY.preset, steps=steps))
+    checkpoint, _ = run_steps(early(14), toy_state(), Run(tmp_path / "checkpoint", console))
+    run_steps(early(17), toy_state(), Run(tmp_path / "half", console))  # killed: three steps are done again
     with (tmp_path / "half" / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 18, "loss": 77.0}\n{"step": 19, "lo')
     later = time.time() + 60
     monkeypatch.setattr(time, "time", lambda: later)  # another second, another file
-    other, again = run_steps(toy.training, checkpoint, Run(tmp_path / "half", console))
+    other, again = run_steps(toy, checkpoint, Run(tmp_path / "half", console))
     jax.tree.map(np.testing.assert_array_equal, whole, other)
     rows = lines_of(tmp_path / "half")
     assert [row["loss"] for row in lines_of(tmp_path / "whole")] == [row["loss"] for row in rows]
@@ -159,7 +137,7 @@ def test_a_folder_is_no_address(name, tmp_path, monkeypatch):
     assert len(list((tmp_path / name / "tensorboard").iterdir())) == 1
 
 
-def test_a_damaged_log(toy, tmp_path):
+def test_a_damaged_log(tmp_path):
     """Half a line, invalid JSON, a missing number: other lines are kept, and the gap is reported."""
     row = {"step": 1, "loss": 1.0, "tokens": 4, "fill": 1.0, "learning_rate": 0.1, "gradient_norm": 1.0}
     lines = [json.dumps(row | {"step": step}) for step in range(1, 7)]

@@ -19,22 +19,13 @@ from models.training import dit as train_dit
 from models.training import lm as train_lm
 from models.training import loop
 from models.training.loop import Measured, Run, make_evaluate, make_step
-from models.training.presets import DiTPreset, Preset, of_bytes
+from models.training.presets import DiTPreset, Preset, of_bytes, rates
 from models.training.report import History
 from models.training.schedule import Schedule
 
 STEPS, PENALTY = 12, 0.05
-SCHEDULE = Schedule(
-    steps=10,
-    learning_rate=0.1,
-    warmup_steps=3,
-    eval_every=5,
-    weight_decay=0.3,
-    clip_norm=4.0,
-    accumulate=2,
-    ema=0.3,
-    seed=0,
-)  # trained past its end; ema is reached after step 3, and some of the gradients are clipped
+# Trained past its end; ema is reached after step 3, and some of the gradients are clipped.
+SCHEDULE = Schedule(weight_decay=0.3, clip_norm=4.0, accumulate=2, ema=0.3, **rates(10, 0.1, 3, 5))
 
 
 class Points(NamedTuple):
@@ -51,11 +42,15 @@ class Points(NamedTuple):
         return self.x.size
 
 
-def line_objective(model: nnx.Linear, batch: Points, key: jax.Array) -> tuple[jax.Array, Measured]:
-    """Squared error against 3 x plus a random number, and a penalty that is not in the measured loss."""
-    error = model(batch.x[:, None])[:, 0] - (3 * batch.x + jax.random.normal(key))
-    loss = jnp.sum(jnp.where(batch.there, error**2, 0)) / jnp.sum(batch.there)
-    return loss + PENALTY * jnp.sum(model.kernel[...] ** 2), Measured(loss)
+class Line(loop.Task):
+    def model(self, rngs, *, sharded=False):
+        return nnx.Linear(1, 1, rngs=rngs)
+
+    def objective(self, model, batch, key):
+        """Squared error against 3 x plus a random number, and a penalty that is not in the measured loss."""
+        error = model(batch.x[:, None])[:, 0] - (3 * batch.x + jax.random.normal(key))
+        loss = jnp.sum(jnp.where(batch.there, error**2, 0)) / jnp.sum(batch.there)
+        return loss + PENALTY * jnp.sum(model.kernel[...] ** 2), Measured(loss)
 
 
 def points(seed: int, parts: int = 2) -> Points:
@@ -67,7 +62,7 @@ def points(seed: int, parts: int = 2) -> Points:
 
 
 def line() -> tuple[Any, nnx.State, nnx.State]:
-    return nnx.split(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    return nnx.split(Line(SCHEDULE).model(nnx.Rngs(0)), nnx.Param, ...)
 
 
 def numbers(params: nnx.State) -> np.ndarray:
@@ -92,7 +87,7 @@ def test_steps(freeze):
     graphdef, params, rest = line()
     w, trained = numbers(params), np.array([1, not freeze])
     schedule, key = dataclasses.replace(SCHEDULE, freeze=freeze), jax.random.key(7)
-    state, step = loop.init_state(schedule, params, rest), make_step(graphdef, schedule, line_objective)
+    state, step = loop.init_state(schedule, params, rest), make_step(graphdef, Line(schedule))
     mean, square, average, drawn, clipped = np.zeros(2), np.zeros(2), w.copy(), [], []
     for number in range(STEPS):
         batch = points(number)
@@ -136,7 +131,7 @@ def test_evaluation():
     """
     graphdef, params, rest = line()
     w, key, batches = numbers(params), jax.random.key(3), points(5, parts=3)
-    evaluate = make_evaluate(graphdef, line_objective)
+    evaluate = make_evaluate(graphdef, Line(SCHEDULE))
     draws = np.array([float(jax.random.normal(k)) for k in jax.random.split(key, 3)])[:, None]
     error = np.where(batches.there, w[0] * batches.x + w[1] - (3 * batches.x + draws), 0)
     for _ in range(2):
@@ -149,31 +144,23 @@ def test_an_evaluation_is_in_evaluation_mode():
     """A dropout layer zeroes half of its input in training, nothing in evaluation."""
     graphdef, params, rest = nnx.split(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Param, ...)
 
-    def share_of_zeros(model, batch, key):
-        loss = jnp.mean(model(batch.x, rngs=key) == 0)
-        return loss, Measured(loss)
+    class ShareOfZeros(loop.Task):
+        def objective(self, model, batch, key):
+            loss = jnp.mean(model(batch.x, rngs=key) == 0)
+            return loss, Measured(loss)
 
+    task = ShareOfZeros(SCHEDULE)
     batches = Points(jnp.ones((1, 1000)), jnp.ones((1, 1000), bool))
-    assert make_evaluate(graphdef, share_of_zeros)(params, rest, batches, jax.random.key(0)) == 0
-    value = jax.jit(loop.make_value(graphdef, share_of_zeros, None, training=True))
+    assert make_evaluate(graphdef, task)(params, rest, batches, jax.random.key(0)) == 0
+    value = jax.jit(loop.make_value(graphdef, task.objective, None, training=True))
     assert 0.4 < value(params, rest, jax.tree.map(lambda x: x[0], batches), jax.random.key(0))[0] < 0.6
 
 
 SPARSE = dataclasses.replace(of_bytes(layers=2, width=8, heads=2, experts=4, top_k=2, hidden=8), backend="xla")
 TINY = Preset(
-    SPARSE,
-    context=16,
-    batch=4,
-    steps=3,
-    learning_rate=0.1,
-    warmup_steps=1,
-    eval_every=3,
-    eval_windows=99,
-    ema=0.9,
-    pack=False,
-    buckets=1,
-    balance_weight=0.5,
-)
+    SPARSE, context=16, batch=4, eval_windows=99, ema=0.9, pack=False, buckets=1, balance_weight=0.5,
+    **rates(3, 0.1, 1, 3),
+)  # fmt: skip
 
 
 def text(start: int, count: int) -> Documents:
@@ -192,11 +179,12 @@ def test_the_objective_of_a_language_model():
     batch = jax.tree.map(lambda x: jnp.asarray(x[-1]), batch)
     inside = np.asarray(batch.documents) >= 0
     assert 0 < inside.sum() < inside.size
-    graphdef, state = train_lm.init_state(TINY, 0)
+    task = train_lm.LmTask(TINY)
+    graphdef, state = loop.first_state(task)
     model = nnx.merge(graphdef, state.params, state.histories)
     logits, routed = nnx.jit(lambda model: model(batch.tokens, batch.documents))(model)
     wanted = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets.astype(jnp.int32))[inside].mean()
-    loss, measured = nnx.jit(lambda model: train_lm.objective(TINY, True, model, batch, jax.random.key(0)))(model)
+    loss, measured = nnx.jit(lambda model: task.heldout_objective(model, batch, jax.random.key(0)))(model)
     np.testing.assert_allclose(measured.loss, wanted, rtol=1e-5)
     np.testing.assert_allclose(measured.balance, np.mean(routed.aux_loss), rtol=1e-5)
     np.testing.assert_allclose(loss, wanted + 0.5 * np.mean(routed.aux_loss), rtol=1e-5)
@@ -254,19 +242,7 @@ def flat(value: int, count: int) -> Images:
     )
 
 
-DIT = DiTPreset(
-    layers=1,
-    width=16,
-    heads=2,
-    tokens=20,
-    images=3,
-    steps=3,
-    learning_rate=0.1,
-    warmup_steps=1,
-    eval_every=3,
-    ema=0.9,
-    backend="xla",
-)
+DIT = DiTPreset(layers=1, width=16, heads=2, tokens=20, images=3, ema=0.9, backend="xla", **rates(3, 0.1, 1, 3))
 DATA = DataSet(flat(0, 8), flat(255, 7), ("one", "other"), 2, 1, 9, ((4, 6),))
 
 

@@ -23,9 +23,8 @@ from models.data.images import (
     stack,
     unpatchify,
 )
-from models.distributed.mesh import TENSOR, by_device, micro_batches, parts_of
+from models.distributed.mesh import TENSOR, by_device, check_shares, micro_batches, parts_of
 from models.distributed.processes import is_first
-from models.distributed.tensor_parallel import check_rows
 from models.dit.model import DiT, DiTConfig, generate, loss_fn
 from models.training import config, launch, loop
 from models.training.config import Options, option
@@ -56,16 +55,8 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
       ValueError: a micro-batch cannot hold the largest image, or cannot be split evenly over the mesh; an axis `tensor`
         that does not divide the heads.
     """
-    parts = micro_batches(preset.accumulate, mesh)
-    if preset.tokens % parts or preset.images % parts:
-        raise ValueError(
-            f"tokens is {preset.tokens} and images {preset.images}; with {parts // preset.accumulate} devices and "
-            f"accumulate {preset.accumulate} "
-            f"both must be multiples of {parts}."
-        )
-    tensor = 1 if mesh is None else mesh.shape[TENSOR]
-    check_rows(preset.tokens // parts, tensor)
-    budget = preset.tokens // parts
+    check_shares({"tokens": preset.tokens, "images": preset.images}, ("tokens",), preset.accumulate, mesh)
+    budget = preset.tokens // micro_batches(preset.accumulate, mesh)
     if budget < data.longest:
         raise ValueError(
             f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or "
@@ -74,7 +65,7 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
     sizes = sizes_of(
         preset, token=data.patch**2 * data.channels, classes=len(data.classes), longest=data.longest, crowd=data.crowd
     )
-    sizes.check_tensor(tensor)
+    sizes.check_tensor(1 if mesh is None else mesh.shape[TENSOR])
     return sizes
 
 

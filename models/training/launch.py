@@ -21,7 +21,6 @@ from models.layers import remark
 from models.training import config, folders
 from models.training.config import Options
 from models.training.ending import in_one_line
-from models.training.finite import NotFinite
 from models.training.loop import Run
 from models.training.schedule import Schedule
 from models.training.whole_files import replace
@@ -75,19 +74,9 @@ def print_model(options: Options, model: Any, run: Run) -> None:
 
 @contextlib.contextmanager
 def ended_in_one_line(run: Run) -> Iterator[None]:
-    """A signal, a full disk or a loss that is not finite ends the command, and the line names the kept checkpoint.
-
-    Inside, no other process begins to write to the run's folder.
-    """
+    """As of `in_one_line`. Inside, no other process begins to write to the run's folder."""
     with in_one_line(run.kept, run.say), folders.written_by_one(run.out):
-        try:
-            yield
-        except NotFinite as error:
-            run.say(
-                f"{error} The run ends without a model. The same settings compute the same steps again: for others, "
-                f"such as a lower learning_rate, take another folder with --out. {run.kept()}"
-            )
-            raise typer.Exit(1) from None
+        yield
 
 
 def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, data: Mapping[str, Path]) -> Run:

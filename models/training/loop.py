@@ -101,7 +101,7 @@ class Task:
 
     Attributes:
       preset: all settings of the training.
-      own_batches: whether over a mesh each device has a packed batch of its own, as of `by_device`, or rows of one.
+      own_batches: whether over a mesh each device has a packed batch of its own, as of `by_device`; else rows of one.
       routers: whether the model has some; see `models.layers.options_for`.
     """
 
@@ -286,28 +286,6 @@ def prefetched(batches: Callable[[int], Any], first: int, end: int, mesh: Mesh |
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
-    """What is run.
-
-    Attributes:
-      schedule: of all steps.
-      step: as of `make_step`.
-      evaluate: starts an evaluation of a state and returns the held-out loss, on the device.
-      batches: step -> its batch on the host, a function of the number only, so that a resumed training sees the same
-        ones.
-      key: for every step.
-      unit: of the loss, printed after a number.
-    """
-
-    schedule: Schedule
-    step: Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]
-    evaluate: Callable[[TrainState], jax.Array]
-    batches: Callable[[int], Any]
-    key: jax.Array
-    unit: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Run:
     """Where a training runs and writes.
 
@@ -344,17 +322,20 @@ class Run:
 
 
 def train(task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, run: Run) -> tuple[Any, History]:
-    """Runs all steps and evaluations.
+    """Runs the steps after the first state or the newest checkpoint, with evaluations; prints and logs progress.
 
     Args:
-      batches, unit: as of `Training`.
+      batches: step -> its batch on the host, a function of the number only, so that a resumed training sees the same
+        ones.
       heldout: micro-batches of held-out data [N, ...], on the host.
+      unit: of the loss, printed after a number.
 
     Returns:
       The model with the weights that are `kept`, as of `models.distributed.mesh.collect`, in evaluation mode.
 
     Raises:
-      Stopped, NotFinite: as `run_steps`.
+      Stopped: after SIGTERM or Ctrl-C; the finished steps are saved.
+      NotFinite: the run's numbers are not finite; the checkpoints are those before.
     """
     preset, mesh = task.preset, run.mesh
     graphdef, state = task.start(mesh)
@@ -362,33 +343,10 @@ def train(task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, ru
     run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
     run.console.print(frozen.remark(state.params, preset.freeze), end="")
     called = graphdef if mesh is None else task.sharded_graphdef(mesh)
-    evaluate, placed = make_evaluate(called, task, mesh), place(heldout, mesh)
-    training = Training(
-        preset,
-        make_step(called, task, mesh),
-        lambda state: evaluate(kept(state), state.histories, placed, heldout_key),
-        batches,
-        key,
-        unit,
-    )
-    state, history = run_steps(training, state, run)
-    model = nnx.merge(graphdef, *collect((kept(state), state.histories), mesh))
-    model.eval()
-    return model, history
-
-
-def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainState, History]:
-    """Runs the steps after the state or the newest checkpoint, with evaluations; prints and logs progress.
-
-    The state is donated.
-
-    Raises:
-      Stopped: after SIGTERM or Ctrl-C; the finished steps are saved.
-      NotFinite: the run's numbers are not finite; the checkpoints are those before.
-    """
-    profiled = Profiled(training.step) if run.profile else None
-    if profiled is not None:
-        training = dataclasses.replace(training, step=profiled)
+    step, evaluate, placed = make_step(called, task, mesh), make_evaluate(called, task, mesh), place(heldout, mesh)
+    if run.profile:
+        step = Profiled(step)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(stop_signals())
         checkpoints = None
@@ -398,11 +356,45 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
             if done:
                 run.console.print(f"goes on from the checkpoint of step {done}")
         # The guard makes any implicit transfer, and so any hidden wait, an error.
-        with jax.transfer_guard("disallow"):
-            ended = _run_steps(training, state, run, checkpoints, asked)
-    if profiled is not None:
-        _write_profile(profiled, run)
-    return ended
+        stack.enter_context(jax.transfer_guard("disallow"))
+        first = int(jax.device_get(state.step))
+        log, watch = stack.enter_context(MetricsLog(run.out, first, is_first(), run.say)), Watch(run.bad_steps)
+        progress = stack.enter_context(Progress(*columns, console=run.console))
+        bar = progress.add_task("compiling", total=preset.steps, completed=first)
+        unread, last_read = [], time.perf_counter()
+        for done, batch in enumerate(prefetched(batches, first, preset.steps, mesh), first + 1):
+            state, metrics = step(state, batch, key)
+            unread.append(metrics)
+            stop = asked(done)
+            at_eval = done % preset.eval_every == 0 or done in (1, preset.steps)
+            at_save = run.saves(done, preset.steps) or (stop is not None and run.save_every is not None)
+            if not at_eval and not at_save and stop is None and len(unread) < READ_EVERY:
+                continue
+            read = jax.device_get(unread)
+            rate = sum(int(metrics.tokens) for metrics in read) / (time.perf_counter() - last_read)
+            progress.update(bar, completed=done, description=f"loss {float(read[-1].loss):.3f}  {rate:,.0f} tokens/s")
+            loss = None
+            if at_eval:
+                loss = float(jax.device_get(evaluate(kept(state), state.histories, placed, heldout_key)))
+            log.add(done, read, rate, loss)
+            watch.add(done, read, loss)
+            if checkpoints is not None:
+                checkpoints.check()
+                if at_save and watch.finite:
+                    checkpoints.save(state, done, heldout=loss)  # what is logged is never behind it
+            watch.check(ended=done == preset.steps)
+            if stop is not None:
+                raise Stopped(stop)
+            if loss is not None:
+                speed = f", {rate:,.0f} tokens/s" if done > first + 1 else ""
+                progress.console.print(f"step {done}: held-out {loss:.3f} {unit}{speed}")
+            unread.clear()
+            last_read = time.perf_counter()
+    if isinstance(step, Profiled):
+        _write_profile(step, run)
+    model = nnx.merge(graphdef, *collect((kept(state), state.histories), mesh))
+    model.eval()
+    return model, log.history
 
 
 def _write_profile(profiled: Profiled, run: Run) -> None:
@@ -412,45 +404,3 @@ def _write_profile(profiled: Profiled, run: Run) -> None:
         files = profiled.report.save(run.out / "profile")
         run.console.print(profiled.report.summary)
         run.say(f"the profile is in {', '.join(map(str, files))}")
-
-
-def _run_steps(
-    training: Training,
-    state: TrainState,
-    run: Run,
-    checkpoints: Checkpoints | None,
-    asked: Callable[[int], int | None],
-) -> tuple[TrainState, History]:
-    schedule, first = training.schedule, int(jax.device_get(state.step))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    log_to, watch = MetricsLog(run.out, first, is_first(), run.say), Watch(run.bad_steps)
-    with log_to as log, Progress(*columns, console=run.console) as progress:
-        task = progress.add_task("compiling", total=schedule.steps, completed=first)
-        unread, last_read = [], time.perf_counter()
-        for done, batch in enumerate(prefetched(training.batches, first, schedule.steps, run.mesh), first + 1):
-            state, metrics = training.step(state, batch, training.key)
-            unread.append(metrics)
-            stop = asked(done)
-            at_eval = done % schedule.eval_every == 0 or done in (1, schedule.steps)
-            at_save = run.saves(done, schedule.steps) or (stop is not None and run.save_every is not None)
-            if not at_eval and not at_save and stop is None and len(unread) < READ_EVERY:
-                continue
-            read = jax.device_get(unread)
-            rate = sum(int(metrics.tokens) for metrics in read) / (time.perf_counter() - last_read)
-            progress.update(task, completed=done, description=f"loss {float(read[-1].loss):.3f}  {rate:,.0f} tokens/s")
-            heldout = float(jax.device_get(training.evaluate(state))) if at_eval else None
-            log.add(done, read, rate, heldout)
-            watch.add(done, read, heldout)
-            if checkpoints is not None:
-                checkpoints.check()
-                if at_save and watch.finite:
-                    checkpoints.save(state, done, heldout=heldout)  # what is logged is never behind it
-            watch.check(ended=done == schedule.steps)
-            if stop is not None:
-                raise Stopped(stop)
-            if heldout is not None:
-                speed = f", {rate:,.0f} tokens/s" if done > first + 1 else ""
-                progress.console.print(f"step {done}: held-out {heldout:.3f} {training.unit}{speed}")
-            unread.clear()
-            last_read = time.perf_counter()
-    return state, log.history

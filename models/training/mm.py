@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from models.data.images import stack
 from models.data.pairs import DATA_SETS, PairData, Pairs, files_read, read_pairs
 from models.data.tokenizer import Bytes, HuggingFace, Tokenizer
-from models.distributed.mesh import TENSOR, by_device, micro_batches, parts_of
+from models.distributed.mesh import TENSOR, by_device, check_shares, micro_batches, parts_of
 from models.distributed.processes import is_first
 from models.multimodal.interleaved import (
     Batch,
@@ -110,20 +110,9 @@ def encode(pairs: Pairs, tokenizer: Tokenizer) -> list[Pair]:
     ]
 
 
-def share_of(room: Room, parts: int, tensor: int = 1) -> Room:
-    """A micro-batch's, of `parts` in a step, whose rows and predictions are split over `tensor` devices.
-
-    Raises:
-      ValueError: the room cannot be split evenly.
-    """
-    multiples = {"rows": parts * tensor, "predictions": parts * tensor, "documents": parts}
-    sizes = {name: getattr(room, name) for name in multiples}
-    if wrong := [f"{name} is {size}" for name, size in sizes.items() if size % multiples[name]]:
-        split = f", each over tensor={tensor}," if tensor > 1 else ""
-        raise ValueError(
-            f"{', '.join(wrong)}; with {parts} micro-batches and devices{split} write multiples of {parts * tensor}."
-        )
-    return room._replace(**{name: size // parts for name, size in sizes.items()})
+def share_of(room: Room, parts: int) -> Room:
+    """A micro-batch's, of `parts` in a step."""
+    return room._replace(**{name: getattr(room, name) // parts for name in ("rows", "predictions", "documents")})
 
 
 def train_documents(
@@ -155,9 +144,11 @@ def check_fits(preset: MultimodalPreset, material: Material, mesh: Mesh | None) 
       ValueError: a micro-batch cannot be split evenly over the devices, or cannot hold the largest document; an axis
         `tensor` that does not divide the heads or the vocabulary.
     """
-    tensor = 1 if mesh is None else mesh.shape[TENSOR]
-    preset.model.check_tensor(tensor)
-    room = share_of(material.room, micro_batches(preset.accumulate, mesh), tensor)
+    preset.model.check_tensor(1 if mesh is None else mesh.shape[TENSOR])
+    step = material.room
+    sizes = {"rows": step.rows, "predictions": step.predictions, "documents": step.documents}
+    check_shares(sizes, ("rows", "predictions"), preset.accumulate, mesh)
+    room = share_of(step, micro_batches(preset.accumulate, mesh))
     for pixels, captions in (*material.train, *material.heldout):
         in_batches([[captioned(max(captions, key=len), pixels, material.tokens)]], [], room)
 

@@ -63,8 +63,8 @@ class Preset(Schedule):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfImages(Schedule):
-    """What both models of images have.
+class ImagePreset(Schedule):
+    """What the presets of both models of images have.
 
     Attributes:
       data: a data set's name, or a folder of images: for text and images with a .txt each, or a .jsonl file.
@@ -84,7 +84,14 @@ class OfImages(Schedule):
     sample_steps: PositiveInt = 20
     guidance: NonNegativeFloat = 2.5
 
-    def check_multiples(self, *names: str) -> None:
+    def check(self, *names: str) -> None:
+        """
+        Args:
+          names: settings that `accumulate` divides.
+
+        Raises:
+          ValueError: it does not, or the background is no colour.
+        """
         check_colour(self.background)
         sizes = {name: getattr(self, name) for name in names}
         if wrong := [f"{name} is {size}" for name, size in sizes.items() if size % self.accumulate]:
@@ -95,7 +102,7 @@ class OfImages(Schedule):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DiTPreset(OfImages):
+class DiTPreset(ImagePreset):
     """A diffusion transformer, its data and its training; the data set gives the model's remaining sizes.
 
     Attributes:
@@ -122,11 +129,11 @@ class DiTPreset(OfImages):
             raise ValueError(
                 f"width is {self.width} and heads {self.heads}; width must be a multiple of heads, and of 8."
             )
-        self.check_multiples("tokens", "images")
+        self.check("tokens", "images")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MultimodalPreset(OfImages):
+class MultimodalPreset(ImagePreset):
     """A model of text and images, its data and its training; the data gives the model's vocab and patch_values.
 
     Attributes:
@@ -158,7 +165,7 @@ class MultimodalPreset(OfImages):
     temperature: NonNegativeFloat = 0.5
 
     def __post_init__(self):
-        self.check_multiples("rows", "predictions", "documents")
+        self.check("rows", "predictions", "documents")
 
 
 def of_bytes(*, layers: int, width: int, heads: int, experts: int, hidden: int, top_k: int = 2) -> DecoderConfig:

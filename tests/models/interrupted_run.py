@@ -4,6 +4,7 @@ import gc
 import itertools
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,23 @@ def train(out: Path, backend: str = "xla", **options: Any) -> None:
     )
 
 
+def watched_steps(make_step: Callable[..., Any], wrap: Callable[[Callable[[], Any], int], Any]) -> Callable[..., Any]:
+    """A `make_step` whose step's calls go through `wrap`, with their number from 1."""
+
+    def make(*arguments: Any) -> Any:
+        step, calls = make_step(*arguments), itertools.count(1)
+        return lambda *given: wrap(lambda: step(*given), next(calls))
+
+    return make
+
+
 def main(folder: str, coordinator: str = "") -> None:
     """The first process delays its write until later steps have overwritten the state.
 
     The second one, without `coordinator`, reads it and its own number from SLURM's variables. It leaves the next write
     half written, until it is killed.
     """
-    overwritten, make_step, calls = threading.Event(), loop.make_step, itertools.count(1)
+    overwritten = threading.Event()
 
     def hold(event: str, arguments: tuple) -> None:
         if event == "os.mkdir" and str(arguments[0]).endswith("checkpoints/2.orbax-checkpoint-tmp"):
@@ -48,20 +59,15 @@ def main(folder: str, coordinator: str = "") -> None:
             print("writing", flush=True)
             threading.Event().wait(TOO_LONG_S)
 
-    def watched(*arguments: Any) -> Any:
-        step = make_step(*arguments)
-
-        def run(*given: Any) -> Any:
-            result = jax.block_until_ready(step(*given))
-            if next(calls) == EVERY + 1:
-                overwritten.set()
-            return result
-
-        return run
+    def watch(step: Callable[[], Any], number: int) -> Any:
+        result = jax.block_until_ready(step())
+        if number == EVERY + 1:
+            overwritten.set()
+        return result
 
     if coordinator:
         sys.addaudithook(hold)
-    loop.make_step = watched
+    loop.make_step = watched_steps(loop.make_step, watch)
     how = {"coordinator": coordinator, "processes": 2, "process_id": 0} if coordinator else {"distributed": True}
     train(Path(folder), mesh="fsdp=2", save_every=EVERY, **how)
 

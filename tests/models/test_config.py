@@ -9,7 +9,7 @@ import yaml
 from models.training import config
 from models.training import dit as train_dit
 from models.training import lm as train_lm
-from models.training.config import assignments, overlay, with_model
+from models.training.config import assignments, with_model
 from models.training.dit import DitOptions
 from models.training.lm import LmOptions
 from models.training.presets import DIT_PRESETS, PRESETS
@@ -28,13 +28,6 @@ def write(tmp_path):
         return tmp_path / "given.yaml"
 
     return write
-
-
-def test_mappings_are_overlaid():
-    below = {"a": 1, "b": {"c": 2, "d": {"e": 3}}}
-    assert overlay(below, {"b": {"d": {"f": 4}}, "g": {}}) == {"a": 1, "b": {"c": 2, "d": {"e": 3, "f": 4}}, "g": {}}
-    assert overlay(below, {"b": 5, "a": {"h": 6}}) == {"a": {"h": 6}, "b": 5}
-    assert below == {"a": 1, "b": {"c": 2, "d": {"e": 3}}}
 
 
 def test_assignments():

@@ -12,34 +12,23 @@ import typer
 
 from models.training import ending, loop
 from models.training.report import MetricsLog
-from tests.models.interrupted_run import EVERY, train
+from tests.models.interrupted_run import EVERY, train, watched_steps
 
 pytestmark = pytest.mark.usefixtures("tiny")
 ROOT = Path(__file__).parents[2]
 
 
-def at_step(number: int, do) -> object:
-    """A `make_step` whose step calls a function before a given step of a run."""
-    make_step, calls = loop.make_step, iter(range(1, 100))
-
-    def watched(*arguments):
-        step = make_step(*arguments)
-
-        def run(*given):
-            if next(calls) == number:
-                do()
-            return step(*given)
-
-        return run
-
-    return watched
+def at_step(monkeypatch, chosen: int, do) -> None:
+    """Calls a function before a step of the run."""
+    wrap = lambda step, number: (do() if number == chosen else None, step())[1]
+    monkeypatch.setattr(loop, "make_step", watched_steps(loop.make_step, wrap))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_first_and_the_run_goes_on_to_the_same_bits(number, whole, tmp_path, monkeypatch, capsys):
     before = [signal.getsignal(which) for which in ending.SIGNALS]
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "make_step", at_step(3, lambda: os.kill(os.getpid(), number)))
+        at_step(patch, 3, lambda: os.kill(os.getpid(), number))
         patch.setattr(sys, "argv", ["train", "lm", "--out", "a folder"])
         with pytest.raises(typer.Exit) as caught:
             train(tmp_path, save_every=EVERY)
@@ -57,7 +46,7 @@ def test_a_signal_saves_first_and_the_run_goes_on_to_the_same_bits(number, whole
 
 
 def test_without_checkpoints_nothing_is_saved(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "make_step", at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    at_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(typer.Exit):
         train(tmp_path)
     assert (
@@ -112,6 +101,6 @@ def test_other_errors_keep_their_traceback(tmp_path, monkeypatch):
     def fail():
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(loop, "make_step", at_step(2, fail))
+    at_step(monkeypatch, 2, fail)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         train(tmp_path)

@@ -12,7 +12,7 @@ import typer
 from models.training import loop
 from models.training.finite import NotFinite, Watch
 from models.training.report import MetricsLog, plot_report
-from tests.models.interrupted_run import train
+from tests.models.interrupted_run import train, watched_steps
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -25,18 +25,13 @@ def rows_of(out) -> list[dict]:
 
 def spoil(monkeypatch, field: str, steps: set[int], value: float) -> None:
     """A number of these steps of the run, counted from 1."""
-    make_step, wrong = loop.make_step, jax.device_put(np.float32(value))
+    wrong = jax.device_put(np.float32(value))
 
-    def spoiled(*arguments):
-        step, calls = make_step(*arguments), iter(range(1, 100))
+    def wrap(step, number):
+        state, metrics = step()
+        return state, metrics._replace(**{field: wrong}) if number in steps else metrics
 
-        def run(*given):
-            state, metrics = step(*given)
-            return state, metrics._replace(**{field: wrong}) if next(calls) in steps else metrics
-
-        return run
-
-    monkeypatch.setattr(loop, "make_step", spoiled)
+    monkeypatch.setattr(loop, "make_step", watched_steps(loop.make_step, wrap))
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,12 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from models.data.images import DataSet, Images
 from models.data.packing import Documents
 from models.data.text import Corpus
-from models.training import dit as train_dit
 from models.training import lm as train_lm
 from models.training import loop
 from models.training.loop import Measured, Run, make_evaluate, make_step
-from models.training.presets import DiTPreset, Preset, of_bytes, rates
-from models.training.report import History
+from models.training.presets import Preset, of_bytes, rates
 from models.training.schedule import Schedule
 
 STEPS, PENALTY = 12, 0.05
@@ -193,26 +190,31 @@ def test_the_objective_of_a_language_model():
 
 
 class Seen(NamedTuple):
-    """The arguments of a command's `train`, its first state, and the returned model."""
+    """What the steps got, the average that they left, the losses of evaluations, and the returned model."""
 
-    training: loop.Training
-    state: loop.TrainState
+    params: Any
+    batches: list
+    key: np.ndarray
+    average: Any
+    heldout: list
     model: Any
 
 
-def train_seen(module: Any, monkeypatch, out, *args) -> Seen:
-    """Without compiled steps: the average is set to other parameters."""
-    seen = []
+def train_seen(monkeypatch, out, preset: Preset) -> Seen:
+    """Without compiled steps: the first one sets the average to other parameters."""
+    seen: dict[str, Any] = {"batches": []}
 
-    def run_steps(training, state, run):
-        moved = lambda p: jnp.asarray(p + 0.1 * np.cos(np.arange(p.size, dtype=p.dtype)).reshape(p.shape))
-        other = jax.tree.map(moved, jax.tree.map(np.asarray, state.params))
-        seen[:] = [training, state._replace(average=other)]
-        return seen[1], History()
+    def step(state, batch, key):
+        host = jax.device_get(state.params)
+        average = jax.tree.map(lambda p: p + 0.1 * np.cos(np.arange(p.size, dtype=p.dtype)).reshape(p.shape), host)
+        seen["batches"].append(jax.device_get(batch))
+        seen.update(params=host, key=jax.device_get(jax.random.key_data(key)), average=average)
+        zero = jax.device_put(np.float32(0))
+        return state._replace(average=jax.device_put(average)), loop.Metrics(zero, None, None, *4 * [zero])
 
-    monkeypatch.setattr(loop, "run_steps", run_steps)
-    model, _ = module.train(*args, Run(out, Console(file=io.StringIO())))
-    return Seen(*seen, model)
+    monkeypatch.setattr(loop, "make_step", lambda *_: step)
+    model, history = train_lm.train(preset, CORPUS, "nats", Run(out, Console(file=io.StringIO())))
+    return Seen(**seen, heldout=history.heldout, model=model)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -221,9 +223,9 @@ def same(one: Any, other: Any) -> bool:
 
 def test_the_averaged_language_model_is_evaluated_and_kept(monkeypatch, tmp_path):
     """On the held-out documents, packed into rows, independent of each other."""
-    seen = train_seen(train_lm, monkeypatch, tmp_path, TINY, CORPUS, "nats")
+    seen = train_seen(monkeypatch, tmp_path, TINY)
     params = nnx.state(seen.model, nnx.Param)
-    assert same(params, seen.state.average)
+    assert same(params, seen.average)
     ends = CORPUS.heldout.offsets
     alone = np.zeros((len(ends) - 1, 16), np.int32)
     for row, start, end in zip(alone, ends[:-1], ends[1:], strict=True):
@@ -232,38 +234,14 @@ def test_the_averaged_language_model_is_evaluated_and_kept(monkeypatch, tmp_path
     nats = [
         -log_probs[row, i, alone[row, i + 1]] for row, length in enumerate(np.diff(ends)) for i in range(length - 1)
     ]
-    np.testing.assert_allclose(seen.training.evaluate(seen.state), np.mean(nats), rtol=1e-4)
+    assert [step for step, _ in seen.heldout] == [1, 3]
+    np.testing.assert_allclose([loss for _, loss in seen.heldout], np.mean(nats), rtol=1e-4)
 
 
-def flat(value: int, count: int) -> Images:
-    """Images of one colour and several sizes."""
-    return Images(
-        [np.full((2 * (2 + i % 2), 6, 1), value, np.uint8) for i in range(count)], np.arange(count, dtype=np.int32) % 2
-    )
-
-
-DIT = DiTPreset(layers=1, width=16, heads=2, tokens=20, images=3, ema=0.9, backend="xla", **rates(3, 0.1, 1, 3))
-DATA = DataSet(flat(0, 8), flat(255, 7), ("one", "other"), 2, 1, 9, ((4, 6),))
-
-
-@pytest.mark.parametrize(
-    ("module", "preset", "args"),
-    [(train_lm, TINY, (CORPUS, "nats")), (train_dit, DIT, (train_dit.configure(DIT, DATA), DATA))],
-    ids=["lm", "dit"],
-)
-def test_what_a_run_draws_from_its_seed(module, preset, args, monkeypatch, tmp_path):
+def test_what_a_run_draws_from_its_seed(monkeypatch, tmp_path):
     """Parameters, batches and keys; it trains on data that is not held out."""
-    zero, again, one = (
-        train_seen(module, monkeypatch, tmp_path, dataclasses.replace(preset, seed=seed), *args) for seed in (0, 0, 1)
-    )
-    drawn = lambda seen: (
-        seen.state.params,
-        jax.random.key_data(seen.training.key),
-        [seen.training.batches(step) for step in range(4)],
-    )
+    zero, again, one = (train_seen(monkeypatch, tmp_path, dataclasses.replace(TINY, seed=seed)) for seed in (0, 0, 1))
+    drawn = lambda seen: (seen.params, seen.key, seen.batches)
     assert same(drawn(zero), drawn(again))
     assert not any(same(mine, other) for mine, other in zip(drawn(zero), drawn(one), strict=True))
-    for step in range(4):
-        batch = zero.training.batches(step)
-        assert batch.tokens.max() < 100 if module is train_lm else batch.tokens.max() <= 0
-        assert batch.counted() > 0
+    assert all(batch.tokens.max() < 100 and batch.counted() > 0 for batch in zero.batches)

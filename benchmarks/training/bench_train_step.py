@@ -28,13 +28,13 @@ from jaxops.offload.reports import needed_bytes
 from models.data.images import Batch as Images
 from models.data.text import Corpus
 from models.data.tokenizer import Bytes
-from models.distributed.mesh import create_sharded, parts_of, replicate, shardings
+from models.distributed.mesh import parts_of, replicate, shardings
 from models.dit.model import DiTConfig
-from models.layers import options_for
 from models.precision import PRECISIONS
 from models.training import dit as train_dit
 from models.training import lm as train_lm
 from models.training import loop
+from models.training.config import with_model
 from models.training.presets import DIT_PRESETS, PRESETS, DiTPreset, Preset
 
 OURS, XLA = "jaxops", "xla"
@@ -95,17 +95,20 @@ def lm(preset: Preset, backend: str, precision: str, steps: int, mesh: Mesh | No
     """On packed sources of Python's standard library, as bytes."""
     documents = corpus().train
     rows = train_lm.make_rows(preset, documents)
-    preset = train_lm.with_room(train_lm.configure(preset, None, backend, PRECISIONS[precision]), rows)
-    make = train_lm.make_batches(preset, documents, rows)
-    alone = lambda: jax.eval_shape(lambda: train_lm.init_state(preset, 0))[0]
-    graphdef = alone() if mesh is None else train_lm.sharded_graphdef(preset, mesh)
+    preset = train_lm.with_attention(with_model(preset, backend=backend, **PRECISIONS[precision]._asdict()))
+    preset = train_lm.with_room(preset, rows)
+    make, task = train_lm.make_batches(preset, documents, rows), train_lm.LmTask(preset)
     c, T = preset.model, preset.batch * preset.context
     shape = {"T": T, "D": c.width, "layers": c.layers, "experts": c.experts, "top_k": c.top_k}
     batches = [make(step) for step in range(steps)]
     flops = float(np.mean([lm_flops(preset, batch) for batch in batches]))
-    step = train_lm.make_step(graphdef, preset, mesh)
     placed = [loop.place(batch, mesh) for batch in batches]
-    return Workload(lambda: train_lm.start_state(preset, mesh)[1], step, placed, T, flops, shape, mesh)
+    return Workload(lambda: task.start(mesh)[1], step_of(task, mesh), placed, T, flops, shape, mesh)
+
+
+def step_of(task: loop.Task, mesh: Mesh | None) -> Any:
+    graphdef = jax.eval_shape(lambda: loop.first_state(task))[0] if mesh is None else task.sharded_graphdef(mesh)
+    return loop.make_step(graphdef, task, mesh)
 
 
 def images(preset: DiTPreset, sizes: DiTConfig, seed: int) -> Images:
@@ -123,18 +126,20 @@ def images(preset: DiTPreset, sizes: DiTConfig, seed: int) -> Images:
     return Images(tokens, offsets, grids, rng.integers(0, sizes.classes, (1, preset.images)).astype(np.int32))
 
 
-def parts_in_turn(model: Any, batch: Images, key: jax.Array) -> tuple[jax.Array, loop.Measured]:
+class PartsInTurn(train_dit.DitTask):
     """The objective over a mesh, on one device: of parts [parts, ...], each with the noise of its number."""
-    graphdef, state = nnx.split(model)
 
-    def of_part(given: tuple[Images, jax.Array]) -> jax.Array:
-        part, number = given
-        own_key = jax.random.fold_in(key, number)
-        return part.counted() * train_dit.objective(nnx.merge(graphdef, state), part, own_key)[0]
+    def objective(self, model: Any, batch: Images, key: jax.Array) -> tuple[jax.Array, loop.Measured]:
+        graphdef, state = nnx.split(model)
 
-    numbers = jnp.arange(len(batch.tokens))
-    loss = jnp.sum(jax.lax.map(of_part, (batch, numbers))) / jnp.maximum(batch.counted(), 1)
-    return loss, loop.Measured(loss)
+        def of_part(given: tuple[Images, jax.Array]) -> jax.Array:
+            part, number = given
+            own_key = jax.random.fold_in(key, number)
+            return part.counted() * super(PartsInTurn, self).objective(nnx.merge(graphdef, state), part, own_key)[0]
+
+        numbers = jnp.arange(len(batch.tokens))
+        loss = jnp.sum(jax.lax.map(of_part, (batch, numbers))) / jnp.maximum(batch.counted(), 1)
+        return loss, loop.Measured(loss)
 
 
 def dit(
@@ -145,7 +150,7 @@ def dit(
     Args:
       parts: computes on one device what a mesh with so many parts of a batch does; None for a batch without parts.
     """
-    preset = dataclasses.replace(train_dit.with_precision(preset, PRECISIONS[precision]), backend=backend)
+    preset = with_model(preset, backend=backend, **PRECISIONS[precision]._asdict())
     sizes = train_dit.sizes_of(preset, token=16, classes=1000, longest=preset.longest, crowd=4)
     count = parts or parts_of(mesh)
     each = dataclasses.replace(preset, tokens=preset.tokens // count, images=preset.images // count)
@@ -158,15 +163,10 @@ def dit(
     )
     if mesh is not None or parts is not None:
         batches = [jax.tree.map(lambda x: x[None], batch) for batch in batches]
-    graphdef = jax.eval_shape(lambda: train_dit.init_state(sizes, preset, 0))[0]
-    if parts is not None:
-        step = loop.make_step(graphdef, preset, parts_in_turn, None, options_for(preset.policy))
-    else:
-        step = train_dit.make_step(graphdef if mesh is None else train_dit.sharded_graphdef(sizes, mesh), preset, mesh)
+    task = (train_dit.DitTask if parts is None else PartsInTurn)(preset, sizes)
     shape = {"T": preset.tokens, "D": preset.width, "layers": preset.layers, "images": preset.images}
-    start = lambda: create_sharded(lambda: train_dit.init_state(sizes, preset, 0), mesh)[1]
     placed = [loop.place(batch, mesh) for batch in batches]
-    return Workload(start, step, placed, preset.tokens, flops, shape, mesh)
+    return Workload(lambda: task.start(mesh)[1], step_of(task, mesh), placed, preset.tokens, flops, shape, mesh)
 
 
 WorkloadMaker = Callable[..., Workload]

@@ -401,6 +401,22 @@ def micro_batches(accumulate: int, mesh: Mesh | None) -> int:
     return accumulate * parts_of(mesh)
 
 
+def check_shares(sizes: dict[str, int], by_rows: tuple[str, ...], accumulate: int, mesh: Mesh | None) -> None:
+    """Whether all micro-batches of a step get the same share of its sizes.
+
+    Args:
+      by_rows: sizes that the devices of the axis `tensor` share, too.
+
+    Raises:
+      ValueError: names all sizes that cannot be split evenly.
+    """
+    parts, tensor = micro_batches(accumulate, mesh), 1 if mesh is None else mesh.shape[TENSOR]
+    uneven = [name for name in sizes if sizes[name] % (parts * tensor if name in by_rows else parts)]
+    if wrong := ", ".join(f"{name} is {sizes[name]}" for name in uneven):
+        split = f", each over tensor={tensor}," if tensor > 1 else ""
+        raise ValueError(f"{wrong}; with {parts} micro-batches and devices{split} write multiples of {parts * tensor}.")
+
+
 def by_device(batch: Tree, mesh: Mesh | None) -> Tree:
     """Packed batches [N * parts, ...] -> [N, parts, ...], over a mesh."""
     return batch if mesh is None else jax.tree.map(lambda x: x.reshape(-1, parts_of(mesh), *x.shape[1:]), batch)

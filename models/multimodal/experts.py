@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,6 @@ from jax import lax
 
 import jaxops
 from models.distributed.mesh import AXES, EXPERTS, varying
-from models.precision import Backend, Recipe
 
 Sides = tuple[jax.Array, jax.Array]  # the logits for text and for images
 init_experts = nnx.initializers.lecun_normal(batch_axis=(0,))
@@ -36,7 +34,8 @@ class Counts(NamedTuple):
     Attributes:
       scores: [experts] each expert's mean score times the rows of its modality, those for text first.
       rows: [2] of text and of images.
-      load: [experts] assignments in the order of `route_by_modality`; sharded, of all rows of the axes `EXPERTS`.
+      load: [experts] assignments, device by device, on each one text's experts first; sharded, of all rows of the axes
+        `EXPERTS`.
     """
 
     scores: jax.Array
@@ -52,7 +51,7 @@ class Counts(NamedTuple):
             # Each device of EXPERTS has counted the same assignments.
             scores, rows, load = lax.psum((scores, rows, load), AXES)
             load = load // devices
-        loads = split_by_modality(load, c.text_experts, devices)
+        loads = [part.ravel() for part in jnp.split(load.reshape(devices, -1), [c.text_experts // devices], axis=1)]
         each = zip(loads, jnp.split(scores, [c.text_experts]), rows, strict=True)
         losses = [x.shape[0] * jnp.sum(x * score) / jnp.maximum(c.top_k * count, 1) for x, score, count in each]
         return Routed(sum(losses) / jnp.maximum(jnp.sum(rows), 1), jnp.concatenate(loads))
@@ -66,6 +65,10 @@ class Side(nnx.Module):
         self.router = nnx.Linear(width, experts, use_bias=False, precision=lax.Precision.HIGHEST, rngs=rngs)
         self.gate, self.up = make(experts, width, hidden), make(experts, width, hidden)
         self.down = make(experts, hidden, width)
+
+    def weights(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """gate and up [experts, width, hidden], down [experts, hidden, width]."""
+        return self.gate[...], self.up[...], self.down[...]
 
 
 class ModalityExperts(nnx.Module):
@@ -108,21 +111,45 @@ class ModalityExperts(nnx.Module):
     def _mixed(
         self, x: jax.Array, logits: Sides, of_image: jax.Array, in_document: jax.Array, devices: int
     ) -> tuple[jax.Array, jaxops.Routing]:
-        c = self.config
-        routing = route_by_modality(
-            *logits, of_image, in_document, devices, k=c.top_k, normalize=c.normalize, backend=c.backend
-        )
+        """Each row chooses among the experts of its modality: the others' logits are -inf.
+
+        Experts are device by device, on each one text's first.
+        """
+        c, T = self.config, of_image.shape[0]
+        masked = [
+            jnp.where(mine[:, None], some, -jnp.inf).reshape(T, devices, -1)
+            for some, mine in zip(logits, (~of_image, of_image), strict=True)
+        ]
+        joined = jnp.concatenate(masked, axis=2).reshape(T, -1)
+        routing = jaxops.route(joined, mask=in_document, k=c.top_k, normalize=c.normalize, backend=c.backend)
         if self.sharded:
             routing = routing.own((c.text_experts + c.image_experts) // devices, EXPERTS)
-        units = [Units(side.gate[...], side.up[...], side.down[...]) for side in (self.text, self.image)]
         dtype = jnp.dtype(c.dtype)
         out_dtype = jnp.float32 if self.sharded else dtype
         if c.recipe is not None:
             how: dict[str, Any] = {"compute_dtype": dtype, "out_dtype": out_dtype, "backend": c.backend}
-            return apply_units_fp8(x, units, routing, recipe=c.recipe, **how), routing
+            return self._mixed_fp8(x, routing, **how), routing
+        multiply = functools.partial(
+            jaxops.modality_grouped_matmul,
+            group_offsets=routing.group_offsets,
+            compute_dtype=dtype,
+            backend=c.backend,
+        )
+        gate, up, down = zip(self.text.weights(), self.image.weights(), strict=True)
         rows = jaxops.permute(x, routing, backend=c.backend)
-        down = apply_units(rows, units, routing.group_offsets, dtype=dtype, backend=c.backend)
-        return jaxops.combine(down, routing, out_dtype=out_dtype, backend=c.backend), routing
+        rows = multiply(jax.nn.silu(multiply(rows, gate)) * multiply(rows, up), down)
+        return jaxops.combine(rows, routing, out_dtype=out_dtype, backend=c.backend), routing
+
+    def _mixed_fp8(self, x: jax.Array, routing: jaxops.Routing, **how: Any) -> jax.Array:
+        """A `jaxops.moe_mlp` for each modality: FP8 has no product for all. Experts have no history for "delayed"."""
+        recipe, first, mixed = "tensorwise" if self.config.recipe == "delayed" else self.config.recipe, 0, []
+        for side in (self.text, self.image):
+            weights = side.weights()
+            end = first + weights[0].shape[0]
+            mine = dataclasses.replace(routing, group_offsets=routing.group_offsets[first : end + 1])
+            mixed.append(jaxops.moe_mlp(x, *weights, mine, recipe=recipe, **how))
+            first = end
+        return mixed[0] + mixed[1]  # a row's experts are of one modality: the others are zeros
 
     def _counts(self, logits: Sides, of_image: jax.Array, in_document: jax.Array, load: jax.Array) -> Counts:
         mine = in_document & ~of_image, in_document & of_image
@@ -131,67 +158,3 @@ class ModalityExperts(nnx.Module):
         ]
         rows = jnp.stack([jnp.sum(own, dtype=jnp.float32) for own in mine])
         return Counts(jnp.concatenate(scores), rows, load)
-
-
-def route_by_modality(
-    text: jax.Array, image: jax.Array, of_image: jax.Array, in_document: jax.Array, devices: int, **how: Any
-) -> jaxops.Routing:
-    """A `jaxops.Routing` of all rows: each chooses among the experts of its modality.
-
-    With several devices their experts are device by device, on each one text's first. Rows outside of documents choose
-    none.
-
-    Args:
-      text, image: logits [T, experts].
-    """
-    T = text.shape[0]
-    logits = [
-        jnp.where(mine[:, None], some, -jnp.inf).reshape(T, devices, -1)
-        for some, mine in ((text, ~of_image), (image, of_image))
-    ]
-    return jaxops.route(jnp.concatenate(logits, axis=2).reshape(T, -1), mask=in_document, **how)
-
-
-def split_by_modality(of_experts: jax.Array, text_experts: int, devices: int) -> tuple[jax.Array, jax.Array]:
-    """Numbers of all experts in the order of `route_by_modality` -> those of text's and of images' experts."""
-    by_device = of_experts.reshape(devices, -1)
-    first = text_experts // devices
-    return by_device[:, :first].ravel(), by_device[:, first:].ravel()
-
-
-class Units(NamedTuple):
-    """Weights of a modality's gated units: gate and up [experts, width, hidden], down [experts, hidden, width]."""
-
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
-
-
-def apply_units(
-    rows: jax.Array, units: Sequence[Units], group_offsets: jax.Array, *, dtype: Any, backend: Backend
-) -> jax.Array:
-    """[R, width]: each row through the gated unit of its group, which are those of all modalities in turn.
-
-    Each product is one for all modalities.
-    """
-    multiply = functools.partial(
-        jaxops.modality_grouped_matmul, group_offsets=group_offsets, compute_dtype=dtype, backend=backend
-    )
-    gate, up, down = zip(*units, strict=True)
-    return multiply(jax.nn.silu(multiply(rows, gate)) * multiply(rows, up), down)
-
-
-def apply_units_fp8(
-    x: jax.Array, units: Sequence[Units], routing: jaxops.Routing, *, recipe: Recipe, **how: Any
-) -> jax.Array:
-    """[T, width]: as `jaxops.permute`, `apply_units` and `jaxops.combine`, a `jaxops.moe_mlp` for each modality.
-
-    FP8 has no product for all modalities. Recipe "delayed" becomes tensorwise: experts have no history.
-    """
-    recipe, first, found = "tensorwise" if recipe == "delayed" else recipe, 0, []
-    for unit in units:
-        end = first + unit.gate.shape[0]
-        mine = dataclasses.replace(routing, group_offsets=routing.group_offsets[first : end + 1])
-        found.append(jaxops.moe_mlp(x, *unit, mine, recipe=recipe, **how))
-        first = end
-    return sum(found[1:], found[0])  # a row's experts are of one modality: the others are zeros

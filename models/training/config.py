@@ -7,18 +7,18 @@ import json
 import re
 import typing
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import pydantic
 import typer
 from flax.traverse_util import flatten_dict
 
 from models.layers import OFFLOADED
-from models.precision import BACKENDS, PRECISIONS
+from models.precision import BACKENDS, PRECISIONS, for_this_machine
 from models.training import settings_text
-from models.training.schedule import AnySchedule, Schedule
+from models.training.schedule import AnySchedule, Schedule, with_steps
 from models.training.terminal import one_line, show_any_text
 from models.training.whole_files import replace
 
@@ -31,81 +31,59 @@ HINTS = {
 }
 
 
+def option(default: Any, help: str, **more: Any) -> Any:
+    """A field of a command's dataclass of options, with its text of --help and arguments of `typer.Option`."""
+    return dataclasses.field(default=default, metadata={"help": help, **more})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of every training command: what is trained, which goes to OUT/config.yaml, and where."""
 
-    preset: Annotated[str, typer.Option(help="What the other settings start from.")] = "demo"
-    config: Annotated[
-        Path | None,
-        typer.Option(help="YAML file of settings, over the preset's. Each run writes its own to OUT/config.yaml."),
-    ] = None
-    set: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="A setting of such a file, over the file's: learning_rate=1e-3."),
-    ] = None
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of the preset's.")] = None
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of all that the run writes; holds no other run. Default: a new one in runs/."),
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="Of the parameters, the batches and the samples. Default: 0.")] = None
-    backend: Annotated[str | None, typer.Option(help="Of jaxops' ops: auto, pallas or xla. Default: auto.")] = None
-    precision: Annotated[
-        str | None, typer.Option(help=f"{', '.join(PRECISIONS)}. Default: bfloat16 on a GPU, else float32.")
-    ] = None
-    offload: Annotated[
-        bool,
-        typer.Option(
-            "--offload",
-            help="Offload layers' inputs and attention to the host, on a GPU; recompute the rest. Or set policy.",
-        ),
-    ] = False
-    freeze: Annotated[
-        list[str] | None,
-        typer.Option(help="Do not train parameters with this regular expression in their name; repeatable."),
-    ] = None
-    save_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between checkpoints, in OUT/checkpoints. Default: none is written.")
-    ] = None
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Go on from the newest checkpoint, if there is one, of OUT or the newest run. Needs --save-every.",
-        ),
-    ] = False
-    bad_steps: Annotated[
-        int, typer.Option(min=1, help="End after so many steps in a row whose loss or gradient norm is not finite.")
-    ] = 3
-    profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile", help="Profile some of the first steps: a table, a picture and a trace in OUT/profile."
-        ),
-    ] = False
-    mesh: Annotated[
-        str | None,
-        typer.Option(help="Train on all devices: data=2,fsdp=2,expert=2,tensor=2 or some of these. Default: on one."),
-    ] = None
-    coordinator: Annotated[
-        str | None, typer.Option(help="HOST:PORT of the first of several processes. With --processes and --process-id.")
-    ] = None
-    processes: Annotated[int | None, typer.Option(min=1, help="How many there are.")] = None
-    process_id: Annotated[int | None, typer.Option(min=0, help="This one's number, from 0.")] = None
-    distributed: Annotated[
-        bool,
-        typer.Option(
-            "--distributed", help="Several processes, of which SLURM, Open MPI or Kubernetes says who they are."
-        ),
-    ] = False
+    preset: str = option("demo", "What the other settings start from.")
+    config: Path | None = option(
+        None, "YAML file of settings, over the preset's. Each run writes its own to OUT/config.yaml."
+    )
+    set: list[str] | None = option(
+        None, "A setting of such a file, over the file's: learning_rate=1e-3.", metavar="KEY=VALUE"
+    )
+    steps: int | None = option(None, "Training steps, instead of the preset's.", min=1)
+    out: Path | None = option(
+        None, "Folder of all that the run writes; holds no other run. Default: a new one in runs/."
+    )
+    seed: int | None = option(None, "Of the parameters, the batches and the samples. Default: 0.")
+    backend: str | None = option(None, "Of jaxops' ops: auto, pallas or xla. Default: auto.")
+    precision: str | None = option(None, f"{', '.join(PRECISIONS)}. Default: bfloat16 on a GPU, else float32.")
+    offload: bool = option(
+        False, "Offload layers' inputs and attention to the host, on a GPU; recompute the rest. Or set policy."
+    )
+    freeze: list[str] | None = option(
+        None, "Do not train parameters with this regular expression in their name; repeatable."
+    )
+    save_every: int | None = option(
+        None, "Steps between checkpoints, in OUT/checkpoints. Default: none is written.", min=1
+    )
+    resume: bool = option(
+        False, "Go on from the newest checkpoint, if there is one, of OUT or the newest run. Needs --save-every."
+    )
+    bad_steps: int = option(3, "End after so many steps in a row whose loss or gradient norm is not finite.", min=1)
+    profile: bool = option(False, "Profile some of the first steps: a table, a picture and a trace in OUT/profile.")
+    mesh: str | None = option(
+        None, "Train on all devices: data=2,fsdp=2,expert=2,tensor=2 or some of these. Default: on one."
+    )
+    coordinator: str | None = option(
+        None, "HOST:PORT of the first of several processes. With --processes and --process-id."
+    )
+    processes: int | None = option(None, "How many there are.", min=1)
+    process_id: int | None = option(None, "This one's number, from 0.", min=0)
+    distributed: bool = option(False, "Several processes, of which SLURM, Open MPI or Kubernetes says who they are.")
 
 
 AnyOptions = TypeVar("AnyOptions")
 
 
 def command(options: type[AnyOptions], run: Callable[[AnyOptions], None]) -> Callable[..., None]:
-    """`run` as a command for typer, with an option for each field of a dataclass."""
+    """`run` as a command for typer, with an option for each field of a dataclass: of `option`, or of typer's own."""
 
     def main(**given: Any) -> None:
         show_any_text()
@@ -115,8 +93,15 @@ def command(options: type[AnyOptions], run: Callable[[AnyOptions], None]) -> Cal
             error.message = one_line(error.message)
             raise
 
-    main.__doc__, main.__annotations__ = run.__doc__, typing.get_type_hints(options, include_extras=True)
-    main.__dict__["__signature__"] = inspect.signature(options)
+    hints = typing.get_type_hints(options, include_extras=True)
+    for field in dataclasses.fields(cast(Any, options)):
+        if field.metadata:  # a flag has no second one to turn it off
+            flags = [f"--{field.name.replace('_', '-')}"] if field.type is bool else []
+            hints[field.name] = Annotated[hints[field.name], typer.Option(*flags, **field.metadata)]
+    signature = inspect.signature(options)
+    parameters = [each.replace(annotation=hints[name]) for name, each in signature.parameters.items()]
+    main.__doc__, main.__annotations__ = run.__doc__, hints
+    main.__dict__["__signature__"] = signature.replace(parameters=parameters)
     return main
 
 
@@ -220,13 +205,12 @@ def assignments(texts: Sequence[str]) -> Given:
     return found
 
 
-def given_by(options: Options, own: Given, nested: bool) -> Given:
+def given_by(options: Options, presets: Mapping[str, Schedule]) -> Given:
     """The settings of the file, --set and the other options, each over those before.
 
-    Args:
-      own: the options of one command, None for those not given.
-      nested: whether the model's settings are under "model".
+    An option of one command is the setting of its name; `no_x` makes x false.
     """
+    check_option("preset", options.preset, presets)
     model: Given = {}
     if options.backend is not None:
         check_option("backend", options.backend, BACKENDS)
@@ -236,12 +220,45 @@ def given_by(options: Options, own: Given, nested: bool) -> Given:
         model |= PRECISIONS[options.precision]._asdict()
     if options.offload:
         model |= {"policy": dataclasses.asdict(OFFLOADED), "unroll": False}
-    named = {"steps": options.steps, "seed": options.seed, "freeze": options.freeze, **own}
-    named = {key: value for key, value in named.items() if value is not None} | (
-        {"model": model} if nested and model else model
-    )
+    of_all = {field.name for field in dataclasses.fields(Options)} - {"steps", "seed", "freeze"}
+    named: Given = {}
+    for name, value in vars(options).items():
+        if name not in of_all and value is not None and value is not False:
+            named |= {name.removeprefix("no_"): False} if name.startswith("no_") else {name: value}
+    if model:
+        named |= {"model": model} if hasattr(presets[options.preset], "model") else model
     from_file = {} if options.config is None else read(options.config)
     return overlay(overlay(from_file, assignments(options.set or ())), named)
+
+
+def with_model(preset: AnySchedule, **settings: Any) -> AnySchedule:
+    """The preset with other settings of its model."""
+    if (model := getattr(preset, "model", None)) is not None:
+        settings = {"model": dataclasses.replace(model, **settings)}
+    return dataclasses.replace(preset, **settings)
+
+
+def with_dtype(preset: AnySchedule, given: Given) -> AnySchedule:
+    """The preset with the given dtype of the computation, or this machine's."""
+    model = given.get("model") if hasattr(preset, "model") else given
+    dtype = (model if isinstance(model, dict) else {}).get("dtype", PRECISIONS[for_this_machine()].dtype)
+    return with_model(preset, dtype=dtype)
+
+
+def choose(options: Options, presets: Mapping[str, AnySchedule]) -> AnySchedule:
+    """The preset, this machine's precision, and the options, each over the one before.
+
+    Raises:
+      ValueError: an unknown or impossible setting.
+    """
+    given = given_by(options, presets)
+    return finish(with_dtype(presets[options.preset], given), given)
+
+
+def finish(preset: AnySchedule, given: Given) -> AnySchedule:
+    """As `resolve`; without a given warm-up a short run has a shorter one."""
+    chosen = resolve(preset, given)
+    return chosen if "warmup_steps" in given else with_steps(chosen, None)
 
 
 def resolve(preset: AnySchedule, given: Given) -> AnySchedule:

@@ -1,19 +1,15 @@
 """Trains a diffusion transformer on packed images of unequal sizes and draws new ones: `python -m models.train dit`."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import numpy as np
-import typer
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxops.nn import AmaxHistory
 from models.data.images import (
     DATA_SETS,
     Batch,
@@ -27,27 +23,14 @@ from models.data.images import (
     stack,
     unpatchify,
 )
-from models.distributed.mesh import (
-    TENSOR,
-    by_device,
-    create_sharded,
-    micro_batches,
-    of_own_batch,
-    over,
-    parts_of,
-    replicate,
-)
+from models.distributed.mesh import TENSOR, by_device, check_shares, micro_batches, parts_of
 from models.distributed.processes import is_first
-from models.distributed.tensor_parallel import check_rows
 from models.dit.model import DiT, DiTConfig, generate, loss_fn
-from models.layers import options_for, remark
-from models.precision import PRECISIONS, Precision, for_this_machine
-from models.training import config, frozen, launch, loop
-from models.training.config import Options, check_option
-from models.training.loop import Measured, Run, Training, TrainState
+from models.training import config, launch, loop
+from models.training.config import Options, option
+from models.training.loop import Measured, Run, Task
 from models.training.presets import DIT_PRESETS, DiTPreset
 from models.training.report import History, draw_captioned, plot_report
-from models.training.schedule import with_steps
 
 UNIT = "squared error of the velocity"
 DRAWN = 10  # classes, at most
@@ -55,29 +38,14 @@ DRAWN = 10  # classes, at most
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DitOptions(Options):
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{', '.join(DATA_SETS)}, or a folder of images, with a sub-folder for each class. Default: digits."
-        ),
-    ] = None
-
-
-def with_precision(preset: DiTPreset, precision: Precision) -> DiTPreset:
-    return dataclasses.replace(preset, dtype=precision.dtype, recipe=precision.recipe)
+    data: str | None = option(
+        None, f"{', '.join(DATA_SETS)}, or a folder of images, with a sub-folder for each class. Default: digits."
+    )
 
 
 def choose(options: DitOptions) -> DiTPreset:
-    """The preset, this machine's precision, and the options, each over the one before.
-
-    Raises:
-      ValueError: an unknown or impossible setting; see `models.training.config`.
-    """
-    check_option("preset", options.preset, DIT_PRESETS)
-    given = config.given_by(options, {"data": options.data}, nested=False)
-    precision = Precision(given.get("dtype", PRECISIONS[for_this_machine()].dtype))
-    chosen = config.resolve(with_precision(DIT_PRESETS[options.preset], precision), given)
-    return chosen if "warmup_steps" in given else with_steps(chosen, None)
+    """As of `models.training.config.choose`."""
+    return config.choose(options, DIT_PRESETS)
 
 
 def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiTConfig:
@@ -87,16 +55,8 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
       ValueError: a micro-batch cannot hold the largest image, or cannot be split evenly over the mesh; an axis `tensor`
         that does not divide the heads.
     """
-    parts = micro_batches(preset.accumulate, mesh)
-    if preset.tokens % parts or preset.images % parts:
-        raise ValueError(
-            f"tokens is {preset.tokens} and images {preset.images}; with {parts // preset.accumulate} devices and "
-            f"accumulate {preset.accumulate} "
-            f"both must be multiples of {parts}."
-        )
-    tensor = 1 if mesh is None else mesh.shape[TENSOR]
-    check_rows(preset.tokens // parts, tensor)
-    budget = preset.tokens // parts
+    check_shares({"tokens": preset.tokens, "images": preset.images}, ("tokens",), preset.accumulate, mesh)
+    budget = preset.tokens // micro_batches(preset.accumulate, mesh)
     if budget < data.longest:
         raise ValueError(
             f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or "
@@ -105,7 +65,7 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
     sizes = sizes_of(
         preset, token=data.patch**2 * data.channels, classes=len(data.classes), longest=data.longest, crowd=data.crowd
     )
-    sizes.check_tensor(tensor)
+    sizes.check_tensor(1 if mesh is None else mesh.shape[TENSOR])
     return sizes
 
 
@@ -118,37 +78,26 @@ def sizes_of(preset: DiTPreset, *, token: int, classes: int, longest: int, crowd
     return DiTConfig(token=token, classes=classes, longest=longest, crowd=crowd, **named)
 
 
-def sharded_graphdef(sizes: DiTConfig, mesh: Mesh) -> nnx.GraphDef:
-    """Of the model as it is called over a mesh."""
-    return over(nnx.eval_shape(lambda: DiT(sizes, rngs=nnx.Rngs(0))), mesh)
+@dataclasses.dataclass(frozen=True)
+class DitTask(Task):
+    """Velocities of images; a tenth of them has no label in training."""
 
+    preset: DiTPreset
+    sizes: DiTConfig
+    own_batches = True
 
-def init_state(sizes: DiTConfig, preset: DiTPreset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
-    model = nnx.jit(lambda: DiT(sizes, rngs=nnx.Rngs(seed)))()
-    graphdef, params, histories = nnx.split(model, nnx.Param, AmaxHistory)
-    return graphdef, loop.init_state(preset, params, histories)
+    def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> DiT:
+        return DiT(self.sizes, rngs=rngs)
 
+    def objective(self, model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+        return self._objective(model, batch, key, label_dropout=0.1)
 
-def objective(model: DiT, batch: Batch, key: jax.Array, label_dropout: float = 0.1) -> tuple[jax.Array, Measured]:
-    loss = loss_fn(model, batch, key, label_dropout)
-    return loss, Measured(loss)
+    def heldout_objective(self, model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+        return self._objective(model, batch, key, label_dropout=0.0)
 
-
-def make_step(
-    graphdef: nnx.GraphDef, preset: DiTPreset, mesh: Mesh | None = None
-) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
-    """One compiled program for all image sizes.
-
-    Batches are [accumulate, ...], over a mesh [accumulate, parts of the batch, ...].
-    """
-    return loop.make_step(graphdef, preset, of_own_batch(objective, mesh), mesh, options_for(preset.policy, mesh))
-
-
-def make_evaluate(
-    graphdef: nnx.GraphDef, mesh: Mesh | None = None
-) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
-    """Without label dropout."""
-    return loop.make_evaluate(graphdef, of_own_batch(functools.partial(objective, label_dropout=0.0), mesh), mesh)
+    def _objective(self, model: DiT, batch: Batch, key: jax.Array, label_dropout: float) -> tuple[jax.Array, Measured]:
+        loss = loss_fn(model, batch, key, label_dropout)
+        return loss, Measured(loss)
 
 
 def make_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> Callable[[int], Batch]:
@@ -169,24 +118,9 @@ def heldout_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None) -> Batc
 
 
 def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple[DiT, History]:
-    """Runs all steps and evaluations.
-
-    Returns:
-      The model with the averaged weights, whole on one device, in evaluation mode.
-    """
-    mesh = run.mesh
-    graphdef, state = create_sharded(lambda: init_state(sizes, preset, preset.seed), mesh)
-    key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
-    stepped = graphdef if mesh is None else sharded_graphdef(sizes, mesh)
-    training = Training(
-        preset,
-        make_step(stepped, preset, mesh),
-        loop.heldout_loss(make_evaluate(stepped, mesh), heldout_batches(preset, data, mesh), heldout_key, mesh),
-        make_batches(preset, data, mesh),
-        key,
-        UNIT,
-    )
-    return loop.train(training, graphdef, state, run)
+    """As of `models.training.loop.train`."""
+    batches, heldout = make_batches(preset, data, run.mesh), heldout_batches(preset, data, run.mesh)
+    return loop.train(DitTask(preset, sizes), batches, heldout, UNIT, run)
 
 
 def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list[np.ndarray]]:
@@ -222,7 +156,7 @@ def run(options: DitOptions) -> None:
         mesh = launch.choose_mesh(options, preset.backend)
         images = read_data(preset.data, preset.seed, preset.patch, preset.longest, preset.background)
         sizes = configure(preset, images, mesh)
-        frozen.check(nnx.state(nnx.eval_shape(lambda: DiT(sizes, rngs=nnx.Rngs(0))), nnx.Param), preset.freeze)
+        DitTask(preset, sizes).check_frozen()
         out = Path("runs", f"dit-{Path(preset.data).name}-{options.preset}")
         run = launch.begin(options, preset, mesh, out, files_read(preset.data))
     with launch.ended_in_one_line(run):
@@ -239,8 +173,7 @@ def _train_and_report(
     )
     if images.remark:
         run.say(images.remark)
-    console.print(f"preset {options.preset}, {preset.dtype}, recipe {preset.recipe}, on {launch.devices(run.mesh)}")
-    console.print(remark(preset.policy), end="")
+    launch.print_model(options, preset, run)
 
     model, history = train(preset, sizes, images, run)
     if not is_first():

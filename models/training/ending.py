@@ -19,6 +19,8 @@ import jax
 import typer
 from jax.experimental import multihost_utils
 
+from models.training.finite import NotFinite
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_WORDS = ("No space left", "Disk quota exceeded")  # of TensorStore, whose errors have no errno
@@ -95,7 +97,8 @@ def is_full(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def in_one_line(kept: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
-    """A signal or a full disk inside ends the command with a line and an exit code; other errors keep their traceback.
+    """A signal, a full disk or a loss that is not finite ends the command with a line, which says what is kept, and an
+    exit code; other errors keep their traceback.
 
     Args:
       kept: returns the line about the finished checkpoints.
@@ -114,6 +117,12 @@ def in_one_line(kept: Callable[[], str], say: Callable[[str], None]) -> Iterator
         number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
         say(f"Stopped by {signal.Signals(number).name}. {kept()}")
         raise typer.Exit(128 + number) from None
+    except NotFinite as error:
+        say(
+            f"{error} The run ends without a model. The same settings compute the same steps again: for others, such "
+            f"as a lower learning_rate, take another folder with --out. {kept()}"
+        )
+        raise typer.Exit(1) from None
     except Exception as error:
         if not is_full(error):
             raise

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from typing import cast
 
 import jax
 from flax import nnx
@@ -30,8 +29,7 @@ def split(params: nnx.State, patterns: Sequence[str]) -> tuple[nnx.State, nnx.St
 
 def joined(params: nnx.State, trained: nnx.State) -> nnx.State:
     """All parameters, with those of `trained` in place of their own."""
-    flat = dict(nnx.to_flat_state(params)) | dict(nnx.to_flat_state(trained))
-    return cast(nnx.State, nnx.from_flat_state(flat))
+    return nnx.merge_state(params, trained)
 
 
 def check(params: nnx.State, patterns: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import typer
@@ -16,10 +17,10 @@ from models.distributed import device_memory
 from models.distributed.mesh import make_mesh
 from models.distributed.processes import exchanged, initialize, is_first, make_console
 from models.hf.config import read_json
+from models.layers import remark
 from models.training import config, folders
 from models.training.config import Options
 from models.training.ending import in_one_line
-from models.training.finite import NotFinite
 from models.training.loop import Run
 from models.training.schedule import Schedule
 from models.training.whole_files import replace
@@ -57,31 +58,25 @@ def choose_mesh(options: Options, backend: str) -> Mesh | None:
     return None
 
 
-def devices(mesh: Mesh | None) -> str:
-    """The line about the devices."""
-    kind = jax.devices()[0].device_kind
-    return (
-        kind
-        if mesh is None
-        else f"{mesh.size} x {kind} ({', '.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)})"
-    )
+def print_model(options: Options, model: Any, run: Run) -> None:
+    """Prints the lines about the model's precision, the devices and the policy.
+
+    Args:
+      model: has its settings.
+    """
+    devices = jax.devices()[0].device_kind
+    if run.mesh is not None:
+        axes = ", ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
+        devices = f"{run.mesh.size} x {devices} ({axes})"
+    run.console.print(f"preset {options.preset}, {model.dtype}, recipe {model.recipe}, on {devices}")
+    run.console.print(remark(model.policy), end="")
 
 
 @contextlib.contextmanager
 def ended_in_one_line(run: Run) -> Iterator[None]:
-    """A signal, a full disk or a loss that is not finite ends the command, and the line names the kept checkpoint.
-
-    Inside, no other process begins to write to the run's folder.
-    """
+    """As of `in_one_line`. Inside, no other process begins to write to the run's folder."""
     with in_one_line(run.kept, run.say), folders.written_by_one(run.out):
-        try:
-            yield
-        except NotFinite as error:
-            run.say(
-                f"{error} The run ends without a model. The same settings compute the same steps again: for others, "
-                f"such as a lower learning_rate, take another folder with --out. {run.kept()}"
-            )
-            raise typer.Exit(1) from None
+        yield
 
 
 def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, data: Mapping[str, Path]) -> Run:

@@ -5,12 +5,10 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
@@ -21,74 +19,46 @@ from models.data.text import Corpus, bigram_nats, files_read
 from models.data.tokenizer import Bytes, HuggingFace, Tokenizer
 from models.decoder import Decoder, DecoderConfig
 from models.decoder.loss import loss_fn
-from models.distributed.mesh import (
-    TENSOR,
-    create_sharded,
-    over,
-    parts_of,
-    replicate,
-    rows_of_process,
-    shard_state,
-    shardings,
-)
+from models.distributed.mesh import TENSOR, parts_of, rows_of_process, shard_state, shardings
 from models.distributed.processes import is_first
 from models.distributed.tensor_parallel import check_rows
 from models.generate.sampling import Sampling
 from models.generate.slots import generate
 from models.generate.streaming import TextStream
 from models.hf.config import OF_A_RUN, fitting, read_config
-from models.layers import options_for, remark
-from models.precision import PRECISIONS, Precision, cudnn_attends, for_this_machine
-from models.training import config, frozen, launch, loop
-from models.training.config import Options, check_option
+from models.precision import cudnn_attends
+from models.training import config, launch, loop
+from models.training.config import Options, option
 from models.training.lm_data import CHAT_FILES, checkpoint_folder, choose_tokenizer, read_corpus, tokenizer_files
-from models.training.loop import Measured, Run, Training, TrainState
+from models.training.loop import Measured, Run, Task, TrainState
 from models.training.presets import PRESETS, Preset
 from models.training.report import History, plot_report
-from models.training.schedule import with_steps
 from models.training.terminal import lines
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LmOptions(Options):
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text file, or folder of .txt, .md, .py, .jsonl files of texts or conversations; repeatable. "
-            "Default: Python's standard library."
-        ),
-    ] = None
-    raw_bytes: Annotated[
-        bool, typer.Option("--raw-bytes", help="Take files of data that are no text as they are, byte by byte.")
-    ] = False
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json. Default: tokens are bytes.")] = None
-    init_from: Annotated[
-        str | None,
-        typer.Option(help="Folder of a Hugging Face checkpoint to start from, with its tokenizer.json if it has one."),
-    ] = None
-    ignore_config: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY", help="Unknown key of that checkpoint's config.json to go on without; repeatable."),
-    ] = None
-    no_pack: Annotated[
-        bool,
-        typer.Option(
-            "--no-pack", help="One document a row, in rows of few lengths, instead of rows full of documents."
-        ),
-    ] = False
-
-
-def attention_for(dtype: Any, model: DecoderConfig) -> str:
-    return "cudnn" if cudnn_attends(dtype) and model.plain_attention and model.window is None else "xla"
-
-
-def configure(preset: Preset, steps: int | None, backend: str, precision: Precision) -> Preset:
-    """The preset with the given number of steps and precision, and this machine's attention."""
-    attention = attention_for(precision.dtype, preset.model)
-    model = dataclasses.replace(
-        preset.model, backend=backend, dtype=precision.dtype, recipe=precision.recipe, attention=attention
+    data: list[str] | None = option(
+        None,
+        "Text file, or folder of .txt, .md, .py, .jsonl files of texts or conversations; repeatable. "
+        "Default: Python's standard library.",
     )
-    return with_steps(dataclasses.replace(preset, model=model), steps)
+    raw_bytes: bool = option(False, "Take files of data that are no text as they are, byte by byte.")
+    tokenizer: str | None = option(None, "A tokenizer.json. Default: tokens are bytes.")
+    init_from: str | None = option(
+        None, "Folder of a Hugging Face checkpoint to start from, with its tokenizer.json if it has one."
+    )
+    ignore_config: list[str] | None = option(
+        None, "Unknown key of that checkpoint's config.json to go on without; repeatable.", metavar="KEY"
+    )
+    no_pack: bool = option(False, "One document a row, in rows of few lengths, instead of rows full of documents.")
+
+
+def with_attention(preset: Preset) -> Preset:
+    """The preset with this machine's attention."""
+    model = preset.model
+    cudnn = cudnn_attends(model.dtype) and model.plain_attention and model.window is None
+    return config.with_model(preset, attention="cudnn" if cudnn else "xla")
 
 
 def choose(options: LmOptions) -> Preset:
@@ -97,33 +67,18 @@ def choose(options: LmOptions) -> Preset:
     Raises:
       ValueError: an unknown or impossible setting; see `models.training.config`.
     """
-    check_option("preset", options.preset, PRESETS)
-    own = {
-        "data": options.data,
-        "raw_bytes": options.raw_bytes or None,
-        "tokenizer": options.tokenizer,
-        "init_from": options.init_from,
-        "ignore_config": options.ignore_config,
-        "pack": False if options.no_pack else None,
-    }
-    given = config.given_by(options, own, nested=True)
-    model = given.get("model")
-    dtype = (model if isinstance(model, dict) else {}).get("dtype", PRECISIONS[for_this_machine()].dtype)
+    given, stored = config.given_by(options, PRESETS), None
     start = PRESETS[options.preset]
-    stored = None
     if isinstance(given.get("init_from"), str):
         ignored = given.get("ignore_config")
         stored = read_config(given["init_from"], ignore_config=ignored if isinstance(ignored, list) else ())[1]
-    base = stored or start.model
-    start = dataclasses.replace(
-        start, model=dataclasses.replace(base, dtype=dtype, attention=attention_for(dtype, base))
-    )
-    chosen = config.resolve(start, given)
+        start = dataclasses.replace(start, model=stored)
+    chosen = config.finish(with_attention(config.with_dtype(start, given)), given)
     if chosen.model.attention == "cudnn" and jax.default_backend() != "gpu":
         raise ValueError("model.attention is 'cudnn', which needs a GPU; write xla.")
     if stored is not None:
         _check_sizes(chosen.model, stored)
-    return chosen if "warmup_steps" in given else with_steps(chosen, None)
+    return chosen
 
 
 def _check_sizes(given: DecoderConfig, stored: DecoderConfig) -> None:
@@ -140,49 +95,48 @@ def with_date(preset: Preset, options: LmOptions, default: Path) -> Preset:
     return preset if preset.date is not None else dataclasses.replace(preset, date=launch.begun(options, default))
 
 
-def make_model(preset: Preset, seed: int, mesh: Mesh | None = None) -> Decoder:
-    """Read from a checkpoint, its parameters are split over the mesh from the start."""
-    if preset.init_from is None:
-        return nnx.jit(lambda: Decoder(preset.model, rngs=nnx.Rngs(seed)))()
-    with config.errors_of_options():
-        of_a_run = {name: getattr(preset.model, name) for name in OF_A_RUN}
-        return hf.load(preset.init_from, mesh=mesh, ignore_config=preset.ignore_config, **of_a_run)[1]
+@dataclasses.dataclass(frozen=True)
+class LmTask(Task):
+    """Next tokens, and balanced experts."""
 
+    preset: Preset
+    routers = True
 
-def sharded_graphdef(preset: Preset, mesh: Mesh) -> nnx.GraphDef:
-    """Of the model as it is called over a mesh."""
-    return over(nnx.eval_shape(lambda: Decoder(preset.model, sharded=True, rngs=nnx.Rngs(0))), mesh)
+    def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> Decoder:
+        return Decoder(self.preset.model, sharded=sharded, rngs=rngs)
 
+    def objective(self, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+        return self._objective(model, batch, self.preset.pack)
 
-def init_state(preset: Preset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
-    graphdef, params, others = nnx.split(make_model(preset, seed), nnx.Param, ...)
-    return graphdef, loop.init_state(preset, params, with_histories(others))
+    def heldout_objective(self, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+        """Of packed rows, for every way of training: documents do not attend to each other."""
+        return self._objective(model, batch, True)
 
+    def _objective(self, model: Decoder, batch: Batch, packed: bool) -> tuple[jax.Array, Measured]:
+        loss, routed = loss_fn(model, batch, packed)
+        if routed is None:
+            return loss, Measured(loss)
+        balance = jnp.mean(routed.aux_loss)
+        load = routed.load / jnp.maximum(jnp.sum(routed.load, axis=1, keepdims=True), 1)
+        return loss + self.preset.balance_weight * balance, Measured(loss, balance, load)
 
-def with_histories(others: nnx.State) -> nnx.State:
-    """Zeros for the histories, of which a loaded model has only the shapes."""
-    zeros = lambda h: jnp.zeros(h.shape, h.dtype) if isinstance(h, jax.ShapeDtypeStruct) else h
-    return jax.tree.map(zeros, others)
-
-
-def start_state(preset: Preset, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState]:
-    """Over a mesh sharded from the start: neither a device nor the host ever holds all of it."""
-    if preset.init_from is None or mesh is None:
-        return create_sharded(lambda: init_state(preset, preset.seed), mesh)
-    graphdef, params, others = nnx.split(make_model(preset, preset.seed, mesh), nnx.Param, ...)
-    others = shard_state(with_histories(others), mesh)
-    begin = functools.partial(loop.init_state, preset)
-    split = shardings(jax.eval_shape(begin, params, others), mesh)
-    return graphdef, jax.jit(begin, out_shardings=split, donate_argnums=(0, 1))(params, others)
-
-
-def objective(preset: Preset, packed: bool, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-    loss, routed = loss_fn(model, batch, packed)
-    if routed is None:
-        return loss, Measured(loss)
-    balance = jnp.mean(routed.aux_loss)
-    load = routed.load / jnp.maximum(jnp.sum(routed.load, axis=1, keepdims=True), 1)
-    return loss + preset.balance_weight * balance, Measured(loss, balance, load)
+    def start(self, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState]:
+        """A checkpoint's parameters are split over the mesh as they are read."""
+        preset = self.preset
+        if preset.init_from is None:
+            return super().start(mesh)
+        with config.errors_of_options():
+            of_a_run = {name: getattr(preset.model, name) for name in OF_A_RUN}
+            model = hf.load(preset.init_from, mesh=mesh, ignore_config=preset.ignore_config, **of_a_run)[1]
+        graphdef, params, others = nnx.split(model, nnx.Param, ...)
+        # A loaded model has only the shapes of its histories.
+        zeros = lambda h: jnp.zeros(h.shape, h.dtype) if isinstance(h, jax.ShapeDtypeStruct) else h
+        others = shard_state(jax.tree.map(zeros, others), mesh)
+        begin = functools.partial(loop.init_state, preset)
+        if mesh is None:
+            return graphdef, begin(params, others)
+        split = shardings(jax.eval_shape(begin, params, others), mesh)
+        return graphdef, jax.jit(begin, out_shardings=split, donate_argnums=(0, 1))(params, others)
 
 
 def check_fits(preset: Preset, mesh: Mesh) -> None:
@@ -195,25 +149,6 @@ def check_fits(preset: Preset, mesh: Mesh) -> None:
     rows_of_process(rows, mesh)
     preset.model.check_tensor(tensor)
     check_rows(rows // parts_of(mesh) * preset.context, tensor)  # as many tokens as in shorter rows
-
-
-def make_step(
-    graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None
-) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
-    return loop.make_step(
-        graphdef,
-        preset,
-        functools.partial(objective, preset, preset.pack),
-        mesh,
-        options_for(preset.model.policy, mesh, routers=True),
-    )
-
-
-def make_evaluate(
-    graphdef: nnx.GraphDef, preset: Preset, mesh: Mesh | None = None
-) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
-    """Of packed rows, for every way of training: documents do not attend to each other."""
-    return loop.make_evaluate(graphdef, functools.partial(objective, preset, True), mesh)
 
 
 def make_rows(preset: Preset, documents: Documents) -> tuple[Rows, ...]:
@@ -236,27 +171,13 @@ def with_room(preset: Preset, rows: Sequence[Rows]) -> Preset:
 
 
 def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder, History]:
-    """Runs all steps and evaluations.
-
-    Returns:
-      The trained model in evaluation mode, as of `models.distributed.mesh.collect`.
-    """
-    mesh, rows = run.mesh, make_rows(preset, corpus.train)
+    """As of `models.training.loop.train`."""
+    rows = make_rows(preset, corpus.train)
     preset = with_room(preset, (*rows, pack(corpus.heldout, preset.context)))
-    graphdef, state = start_state(preset, mesh)
     lengths, fill = ", ".join(str(some.length) for some in rows), overall_fill(rows)
     run.console.print(f"documents in rows of {lengths} tokens, {fill:.1%} full")
-    stepped = graphdef if mesh is None else sharded_graphdef(preset, mesh)
-    key = replicate(jax.random.key(preset.seed), mesh)
-    training = Training(
-        preset,
-        make_step(stepped, preset, mesh),
-        loop.heldout_loss(make_evaluate(stepped, preset, mesh), heldout_batches(preset, corpus.heldout), key, mesh),
-        make_batches(preset, corpus.train, rows),
-        key,
-        unit,
-    )
-    return loop.train(training, graphdef, state, run)
+    batches, heldout = make_batches(preset, corpus.train, rows), heldout_batches(preset, corpus.heldout)
+    return loop.train(LmTask(preset), batches, heldout, unit, run)
 
 
 def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tokenizer) -> str | None:
@@ -303,9 +224,7 @@ def run(options: LmOptions) -> None:
     launch.start_processes(options)
     with config.errors_of_options():
         preset, tokenizer = choose_tokenizer(choose(options))
-        frozen.check(
-            nnx.state(nnx.eval_shape(lambda: Decoder(preset.model, rngs=nnx.Rngs(0))), nnx.Param), preset.freeze
-        )
+        LmTask(preset).check_frozen()
         mesh = launch.choose_mesh(options, preset.model.backend)
         if mesh is not None:
             check_fits(preset, mesh)
@@ -332,10 +251,7 @@ def _train_and_report(
         bigram = bigram_nats(corpus.train.tokens, heldout_batches(preset, corpus.heldout))
         baseline = ("bigram table", bigram)
         console.print(f"a bigram table needs {bigram:.3f} nats a held-out byte")
-    console.print(
-        f"preset {options.preset}, {preset.model.dtype}, recipe {preset.model.recipe}, on {launch.devices(run.mesh)}"
-    )
-    console.print(remark(preset.model.policy), end="")
+    launch.print_model(options, preset.model, run)
 
     model, history = train(preset, corpus, unit, run)
     if not is_first():

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxops.profiling import Profiled
-from models.distributed.mesh import collect, constrained, rows_of_process, shard_batch, split_objective
+from models.distributed.mesh import (
+    collect,
+    constrained,
+    create_sharded,
+    of_own_batch,
+    over,
+    replicate,
+    rows_of_process,
+    shard_batch,
+    split_objective,
+)
 from models.distributed.processes import is_first
+from models.layers import options_for
 from models.training import frozen
 from models.training.checkpoints import Checkpoints, saved_steps
 from models.training.ending import Stopped, stop_signals
@@ -84,6 +95,56 @@ class Metrics(NamedTuple):
 Objective = Callable[[Any, Any, jax.Array], tuple[jax.Array, Measured]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A model and its objective. Equal tasks have equal steps.
+
+    Attributes:
+      preset: all settings of the training.
+      own_batches: whether over a mesh each device has a packed batch of its own, as of `by_device`; else rows of one.
+      routers: whether the model has some; see `models.layers.options_for`.
+    """
+
+    preset: Any
+    own_batches: ClassVar[bool] = False
+    routers: ClassVar[bool] = False
+
+    def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> nnx.Module:
+        """A new model; sharded: as it is called over a mesh."""
+        raise NotImplementedError
+
+    def objective(self, model: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Measured]:
+        """As of `Objective`."""
+        raise NotImplementedError
+
+    def heldout_objective(self, model: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Measured]:
+        """Of held-out batches."""
+        return self.objective(model, batch, key)
+
+    def check_frozen(self) -> None:
+        """
+        Raises:
+          ValueError: as of `models.training.frozen.check`.
+        """
+        shapes = nnx.eval_shape(lambda: self.model(nnx.Rngs(0)))
+        frozen.check(nnx.state(shapes, nnx.Param), self.preset.freeze)
+
+    def start(self, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState]:
+        """The graphdef of the model on one device, and the state before the first step, over a mesh created sharded."""
+        return create_sharded(lambda: first_state(self), mesh)
+
+    def sharded_graphdef(self, mesh: Mesh) -> nnx.GraphDef:
+        """Of the model as it is called over a mesh."""
+        return over(nnx.eval_shape(lambda: self.model(nnx.Rngs(0), sharded=True)), mesh)
+
+
+def first_state(task: Task) -> tuple[nnx.GraphDef, TrainState]:
+    """A new model's graphdef and state, by the preset's seed."""
+    model = nnx.jit(lambda: task.model(nnx.Rngs(task.preset.seed)))()
+    graphdef, params, histories = nnx.split(model, nnx.Param, ...)
+    return graphdef, init_state(task.preset, params, histories)
+
+
 def place(arrays: Any, mesh: Mesh | None = None) -> Any:
     """Batches [N, B, ...], from the host to the device or, along B, over all devices. The only place that does so."""
     if mesh is None:
@@ -123,21 +184,18 @@ def make_value(
 
 
 def make_step(
-    graphdef: nnx.GraphDef,
-    schedule: Schedule,
-    objective: Objective,
-    mesh: Mesh | None = None,
-    compiler_options: dict[str, Any] | None = None,
+    graphdef: nnx.GraphDef, task: Task, mesh: Mesh | None = None
 ) -> Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]:
     """The training step as one compiled program for each shape of batches: gradient, update, average.
 
-    It takes the state, micro-batches [schedule.accumulate, ...], and a key that is the same in every step. Each
-    micro-batch's float32 gradient is weighted by its counted tokens: for an objective that is a mean over tokens the
-    sum is the gradient of the whole batch. Over a mesh the objective is called with each device's parts; see
-    `models.distributed.mesh.split_objective`.
+    It takes the state, micro-batches [accumulate, ...], with `own_batches` over a mesh [accumulate, parts, ...], and a
+    key that is the same in every step. Each micro-batch's float32 gradient is weighted by its counted tokens: for an
+    objective that is a mean over tokens the sum is the gradient of the whole batch. Over a mesh the objective is called
+    with each device's parts; see `models.distributed.mesh.split_objective`.
     """
+    schedule = task.preset
     optimizer, learning_rate = make_optimizer(schedule), make_learning_rate(schedule)
-    value = make_value(graphdef, objective, mesh, training=True)
+    value = make_value(graphdef, _over_mesh(task, task.objective, mesh), mesh, training=True)
 
     def scaled_gradient(params: nnx.State, histories: nnx.State, micro: tuple[Any, jax.Array, jax.Array]):
         batch, share, key = micro
@@ -186,7 +244,12 @@ def make_step(
         params = frozen.joined(state.params, trained)
         return constrained(TrainState(params, histories, average, opt_state, state.step + 1), mesh), metrics
 
-    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
+    policy = getattr(getattr(schedule, "model", schedule), "policy", None)
+    return jax.jit(step, donate_argnums=0, compiler_options=options_for(policy, mesh, routers=task.routers))
+
+
+def _over_mesh(task: Task, objective: Objective, mesh: Mesh | None) -> Objective:
+    return of_own_batch(objective, mesh) if task.own_batches else objective
 
 
 def kept(state: TrainState) -> nnx.State:
@@ -195,10 +258,10 @@ def kept(state: TrainState) -> nnx.State:
 
 
 def make_evaluate(
-    graphdef: nnx.GraphDef, objective: Objective, mesh: Mesh | None = None
+    graphdef: nnx.GraphDef, task: Task, mesh: Mesh | None = None
 ) -> Callable[[nnx.State, nnx.State, Any, jax.Array], jax.Array]:
-    """Mean loss over micro-batches [N, ...], with the same random draws in every evaluation."""
-    value = make_value(graphdef, objective, mesh, training=False)
+    """Mean held-out loss over micro-batches [N, ...], with the same random draws in every evaluation."""
+    value = make_value(graphdef, _over_mesh(task, task.heldout_objective, mesh), mesh, training=False)
 
     @jax.jit
     def evaluate(params: nnx.State, histories: nnx.State, batches: Any, key: jax.Array) -> jax.Array:
@@ -220,28 +283,6 @@ def prefetched(batches: Callable[[int], Any], first: int, end: int, mesh: Mesh |
             if step + AHEAD < end:
                 waiting.append(start(step + AHEAD))
             yield batch
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """What is run.
-
-    Attributes:
-      schedule: of all steps.
-      step: as of `make_step`.
-      evaluate: starts an evaluation of a state and returns the held-out loss, on the device.
-      batches: step -> its batch on the host, a function of the number only, so that a resumed training sees the same
-        ones.
-      key: for every step.
-      unit: of the loss, printed after a number.
-    """
-
-    schedule: Schedule
-    step: Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]
-    evaluate: Callable[[TrainState], jax.Array]
-    batches: Callable[[int], Any]
-    key: jax.Array
-    unit: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,49 +321,32 @@ class Run:
         return self.save_every is not None and (done % self.save_every == 0 or done == steps)
 
 
-def heldout_loss(
-    evaluate: Callable[[nnx.State, nnx.State, Any, jax.Array], jax.Array],
-    batches: Any,
-    key: jax.Array,
-    mesh: Mesh | None,
-) -> Callable[[TrainState], jax.Array]:
-    """`Training.evaluate` of these batches, from what `make_evaluate` returns. They are placed once."""
-    placed = place(batches, mesh)
-    return lambda state: evaluate(kept(state), state.histories, placed, key)
-
-
-def train(training: Training, graphdef: nnx.GraphDef, state: TrainState, run: Run) -> tuple[Any, History]:
-    """Runs all steps and evaluations. The state is donated.
+def train(task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, run: Run) -> tuple[Any, History]:
+    """Runs the steps after the first state or the newest checkpoint, with evaluations; prints and logs progress.
 
     Args:
-      graphdef: of the model on one device.
+      batches: step -> its batch on the host, a function of the number only, so that a resumed training sees the same
+        ones.
+      heldout: micro-batches of held-out data [N, ...], on the host.
+      unit: of the loss, printed after a number.
 
     Returns:
       The model with the weights that are `kept`, as of `models.distributed.mesh.collect`, in evaluation mode.
 
     Raises:
-      Stopped, NotFinite: as `run_steps`.
-    """
-    run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
-    run.console.print(frozen.remark(state.params, training.schedule.freeze), end="")
-    state, history = run_steps(training, state, run)
-    model = nnx.merge(graphdef, *collect((kept(state), state.histories), run.mesh))
-    model.eval()
-    return model, history
-
-
-def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainState, History]:
-    """Runs the steps after the state or the newest checkpoint, with evaluations; prints and logs progress.
-
-    The state is donated.
-
-    Raises:
       Stopped: after SIGTERM or Ctrl-C; the finished steps are saved.
       NotFinite: the run's numbers are not finite; the checkpoints are those before.
     """
-    profiled = Profiled(training.step) if run.profile else None
-    if profiled is not None:
-        training = dataclasses.replace(training, step=profiled)
+    preset, mesh = task.preset, run.mesh
+    graphdef, state = task.start(mesh)
+    key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
+    run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
+    run.console.print(frozen.remark(state.params, preset.freeze), end="")
+    called = graphdef if mesh is None else task.sharded_graphdef(mesh)
+    step, evaluate, placed = make_step(called, task, mesh), make_evaluate(called, task, mesh), place(heldout, mesh)
+    if run.profile:
+        step = Profiled(step)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(stop_signals())
         checkpoints = None
@@ -332,11 +356,45 @@ def run_steps(training: Training, state: TrainState, run: Run) -> tuple[TrainSta
             if done:
                 run.console.print(f"goes on from the checkpoint of step {done}")
         # The guard makes any implicit transfer, and so any hidden wait, an error.
-        with jax.transfer_guard("disallow"):
-            ended = _run_steps(training, state, run, checkpoints, asked)
-    if profiled is not None:
-        _write_profile(profiled, run)
-    return ended
+        stack.enter_context(jax.transfer_guard("disallow"))
+        first = int(jax.device_get(state.step))
+        log, watch = stack.enter_context(MetricsLog(run.out, first, is_first(), run.say)), Watch(run.bad_steps)
+        progress = stack.enter_context(Progress(*columns, console=run.console))
+        bar = progress.add_task("compiling", total=preset.steps, completed=first)
+        unread, last_read = [], time.perf_counter()
+        for done, batch in enumerate(prefetched(batches, first, preset.steps, mesh), first + 1):
+            state, metrics = step(state, batch, key)
+            unread.append(metrics)
+            stop = asked(done)
+            at_eval = done % preset.eval_every == 0 or done in (1, preset.steps)
+            at_save = run.saves(done, preset.steps) or (stop is not None and run.save_every is not None)
+            if not at_eval and not at_save and stop is None and len(unread) < READ_EVERY:
+                continue
+            read = jax.device_get(unread)
+            rate = sum(int(metrics.tokens) for metrics in read) / (time.perf_counter() - last_read)
+            progress.update(bar, completed=done, description=f"loss {float(read[-1].loss):.3f}  {rate:,.0f} tokens/s")
+            loss = None
+            if at_eval:
+                loss = float(jax.device_get(evaluate(kept(state), state.histories, placed, heldout_key)))
+            log.add(done, read, rate, loss)
+            watch.add(done, read, loss)
+            if checkpoints is not None:
+                checkpoints.check()
+                if at_save and watch.finite:
+                    checkpoints.save(state, done, heldout=loss)  # what is logged is never behind it
+            watch.check(ended=done == preset.steps)
+            if stop is not None:
+                raise Stopped(stop)
+            if loss is not None:
+                speed = f", {rate:,.0f} tokens/s" if done > first + 1 else ""
+                progress.console.print(f"step {done}: held-out {loss:.3f} {unit}{speed}")
+            unread.clear()
+            last_read = time.perf_counter()
+    if isinstance(step, Profiled):
+        _write_profile(step, run)
+    model = nnx.merge(graphdef, *collect((kept(state), state.histories), mesh))
+    model.eval()
+    return model, log.history
 
 
 def _write_profile(profiled: Profiled, run: Run) -> None:
@@ -346,45 +404,3 @@ def _write_profile(profiled: Profiled, run: Run) -> None:
         files = profiled.report.save(run.out / "profile")
         run.console.print(profiled.report.summary)
         run.say(f"the profile is in {', '.join(map(str, files))}")
-
-
-def _run_steps(
-    training: Training,
-    state: TrainState,
-    run: Run,
-    checkpoints: Checkpoints | None,
-    asked: Callable[[int], int | None],
-) -> tuple[TrainState, History]:
-    schedule, first = training.schedule, int(jax.device_get(state.step))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    log_to, watch = MetricsLog(run.out, first, is_first(), run.say), Watch(run.bad_steps)
-    with log_to as log, Progress(*columns, console=run.console) as progress:
-        task = progress.add_task("compiling", total=schedule.steps, completed=first)
-        unread, last_read = [], time.perf_counter()
-        for done, batch in enumerate(prefetched(training.batches, first, schedule.steps, run.mesh), first + 1):
-            state, metrics = training.step(state, batch, training.key)
-            unread.append(metrics)
-            stop = asked(done)
-            at_eval = done % schedule.eval_every == 0 or done in (1, schedule.steps)
-            at_save = run.saves(done, schedule.steps) or (stop is not None and run.save_every is not None)
-            if not at_eval and not at_save and stop is None and len(unread) < READ_EVERY:
-                continue
-            read = jax.device_get(unread)
-            rate = sum(int(metrics.tokens) for metrics in read) / (time.perf_counter() - last_read)
-            progress.update(task, completed=done, description=f"loss {float(read[-1].loss):.3f}  {rate:,.0f} tokens/s")
-            heldout = float(jax.device_get(training.evaluate(state))) if at_eval else None
-            log.add(done, read, rate, heldout)
-            watch.add(done, read, heldout)
-            if checkpoints is not None:
-                checkpoints.check()
-                if at_save and watch.finite:
-                    checkpoints.save(state, done, heldout=heldout)  # what is logged is never behind it
-            watch.check(ended=done == schedule.steps)
-            if stop is not None:
-                raise Stopped(stop)
-            if heldout is not None:
-                speed = f", {rate:,.0f} tokens/s" if done > first + 1 else ""
-                progress.console.print(f"step {done}: held-out {heldout:.3f} {training.unit}{speed}")
-            unread.clear()
-            last_read = time.perf_counter()
-    return state, log.history

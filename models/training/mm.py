@@ -5,31 +5,19 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxops.nn import AmaxHistory
 from models.data.images import stack
 from models.data.pairs import DATA_SETS, PairData, Pairs, files_read, read_pairs
 from models.data.tokenizer import Bytes, HuggingFace, Tokenizer
-from models.distributed.mesh import (
-    TENSOR,
-    by_device,
-    create_sharded,
-    micro_batches,
-    of_own_batch,
-    over,
-    parts_of,
-    replicate,
-)
+from models.distributed.mesh import TENSOR, by_device, check_shares, micro_batches, parts_of
 from models.distributed.processes import is_first
-from models.layers import options_for, remark
 from models.multimodal.interleaved import (
     Batch,
     Document,
@@ -45,13 +33,11 @@ from models.multimodal.interleaved import (
 from models.multimodal.loss import loss_fn
 from models.multimodal.model import Multimodal
 from models.multimodal.show import show
-from models.precision import PRECISIONS, Precision, for_this_machine
 from models.training import config, launch, loop
-from models.training.config import Options, check_option
-from models.training.loop import Measured, Run, Training, TrainState
+from models.training.config import Options, option
+from models.training.loop import Measured, Run, Task
 from models.training.presets import MULTIMODAL_PRESETS, MultimodalPreset
 from models.training.report import History, plot_report
-from models.training.schedule import with_steps
 
 UNIT = "nats and squared errors"
 Pair = tuple[np.ndarray, list[np.ndarray]]  # an image and its captions' tokens
@@ -59,33 +45,17 @@ Pair = tuple[np.ndarray, list[np.ndarray]]  # an image and its captions' tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MmOptions(Options):
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{', '.join(DATA_SETS)}, a folder of images with a .txt each, or a .jsonl file of image and text. "
-            "Default: digits."
-        ),
-    ] = None
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json. Default: tokens are bytes.")] = None
-
-
-def with_precision(preset: MultimodalPreset, precision: Precision) -> MultimodalPreset:
-    model = dataclasses.replace(preset.model, dtype=precision.dtype, recipe=precision.recipe)
-    return dataclasses.replace(preset, model=model)
+    data: str | None = option(
+        None,
+        f"{', '.join(DATA_SETS)}, a folder of images with a .txt each, or a .jsonl file of image and text. "
+        "Default: digits.",
+    )
+    tokenizer: str | None = option(None, "A tokenizer.json. Default: tokens are bytes.")
 
 
 def choose(options: MmOptions) -> MultimodalPreset:
-    """The preset, this machine's precision, and the options, each over the one before.
-
-    Raises:
-      ValueError: an unknown or impossible setting; see `models.training.config`.
-    """
-    check_option("preset", options.preset, MULTIMODAL_PRESETS)
-    given = config.given_by(options, {"data": options.data, "tokenizer": options.tokenizer}, nested=True)
-    model = given.get("model")
-    dtype = (model if isinstance(model, dict) else {}).get("dtype", PRECISIONS[for_this_machine()].dtype)
-    chosen = config.resolve(with_precision(MULTIMODAL_PRESETS[options.preset], Precision(dtype)), given)
-    return chosen if "warmup_steps" in given else with_steps(chosen, None)
+    """As of `models.training.config.choose`."""
+    return config.choose(options, MULTIMODAL_PRESETS)
 
 
 def choose_tokenizer(preset: MultimodalPreset) -> tuple[Tokenizer, Tokens]:
@@ -140,20 +110,9 @@ def encode(pairs: Pairs, tokenizer: Tokenizer) -> list[Pair]:
     ]
 
 
-def share_of(room: Room, parts: int, tensor: int = 1) -> Room:
-    """A micro-batch's, of `parts` in a step, whose rows and predictions are split over `tensor` devices.
-
-    Raises:
-      ValueError: the room cannot be split evenly.
-    """
-    multiples = {"rows": parts * tensor, "predictions": parts * tensor, "documents": parts}
-    sizes = {name: getattr(room, name) for name in multiples}
-    if wrong := [f"{name} is {size}" for name, size in sizes.items() if size % multiples[name]]:
-        split = f", each over tensor={tensor}," if tensor > 1 else ""
-        raise ValueError(
-            f"{', '.join(wrong)}; with {parts} micro-batches and devices{split} write multiples of {parts * tensor}."
-        )
-    return room._replace(**{name: size // parts for name, size in sizes.items()})
+def share_of(room: Room, parts: int) -> Room:
+    """A micro-batch's, of `parts` in a step."""
+    return room._replace(**{name: getattr(room, name) // parts for name in ("rows", "predictions", "documents")})
 
 
 def train_documents(
@@ -185,58 +144,50 @@ def check_fits(preset: MultimodalPreset, material: Material, mesh: Mesh | None) 
       ValueError: a micro-batch cannot be split evenly over the devices, or cannot hold the largest document; an axis
         `tensor` that does not divide the heads or the vocabulary.
     """
-    tensor = 1 if mesh is None else mesh.shape[TENSOR]
-    preset.model.check_tensor(tensor)
-    room = share_of(material.room, micro_batches(preset.accumulate, mesh), tensor)
+    preset.model.check_tensor(1 if mesh is None else mesh.shape[TENSOR])
+    step = material.room
+    sizes = {"rows": step.rows, "predictions": step.predictions, "documents": step.documents}
+    check_shares(sizes, ("rows", "predictions"), preset.accumulate, mesh)
+    room = share_of(step, micro_batches(preset.accumulate, mesh))
     for pixels, captions in (*material.train, *material.heldout):
         in_batches([[captioned(max(captions, key=len), pixels, material.tokens)]], [], room)
 
 
-def init_state(preset: MultimodalPreset, seed: int) -> tuple[nnx.GraphDef, TrainState]:
-    model = nnx.jit(lambda: Multimodal(preset.model, rngs=nnx.Rngs(seed)))()
-    graphdef, params, histories = nnx.split(model, nnx.Param, AmaxHistory)
-    return graphdef, loop.init_state(preset, params, histories)
+@dataclasses.dataclass(frozen=True)
+class MmTask(Task):
+    """Next tokens and velocities, and experts balanced in each modality. Held-out images that are read are clean."""
 
+    preset: MultimodalPreset
+    own_batches = True
+    routers = True
 
-def sharded_graphdef(preset: MultimodalPreset, mesh: Mesh) -> nnx.GraphDef:
-    """Of the model as it is called over a mesh."""
-    return over(nnx.eval_shape(lambda: Multimodal(preset.model, sharded=True, rngs=nnx.Rngs(0))), mesh)
+    def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> Multimodal:
+        return Multimodal(self.preset.model, sharded=sharded, rngs=rngs)
 
+    def objective(self, model: Multimodal, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+        return self._objective(model, batch, key, self.preset.reading_noise)
 
-def objective(preset: MultimodalPreset, model: Multimodal, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-    how = {name: getattr(preset, name) for name in ("image_weight", "time_shift", "reading_noise")}
-    loss, routed = loss_fn(model, batch, key, **how)
-    balance = jnp.mean(routed.aux_loss)
-    return loss + preset.balance_weight * balance, Measured(loss, balance, shares(preset, routed.load))
+    def heldout_objective(self, model: Multimodal, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+        return self._objective(model, batch, key, reading_noise=0.0)
+
+    def _objective(
+        self, model: Multimodal, batch: Batch, key: jax.Array, reading_noise: float
+    ) -> tuple[jax.Array, Measured]:
+        preset = self.preset
+        weights = {"image_weight": preset.image_weight, "time_shift": preset.time_shift}
+        loss, routed = loss_fn(model, batch, key, reading_noise=reading_noise, **weights)
+        balance = jnp.mean(routed.aux_loss)
+        return loss + preset.balance_weight * balance, Measured(loss, balance, shares(preset, routed.load))
 
 
 def shares(preset: MultimodalPreset, load: jax.Array) -> jax.Array:
     """Of each expert in its own modality [layers, experts], so that for all of them 1 / experts is even."""
     counts = (preset.model.text_experts, preset.model.image_experts)
-    found = [
+    of_modality = [
         part / jnp.maximum(jnp.sum(part, axis=1, keepdims=True), 1) * count / sum(counts)
         for part, count in zip(jnp.split(load, counts[:1], axis=1), counts, strict=True)
     ]
-    return jnp.concatenate(found, axis=1)
-
-
-def make_step(
-    graphdef: nnx.GraphDef, preset: MultimodalPreset, mesh: Mesh | None = None
-) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, loop.Metrics]]:
-    """One compiled program for all documents.
-
-    Batches are [accumulate, ...], over a mesh [accumulate, parts of the batch, ...].
-    """
-    own = of_own_batch(functools.partial(objective, preset), mesh)
-    return loop.make_step(graphdef, preset, own, mesh, options_for(preset.model.policy, mesh, routers=True))
-
-
-def make_evaluate(
-    graphdef: nnx.GraphDef, preset: MultimodalPreset, mesh: Mesh | None = None
-) -> Callable[[nnx.State, nnx.State, Batch, jax.Array], jax.Array]:
-    """Of clean images where they are read."""
-    preset = dataclasses.replace(preset, reading_noise=0.0)
-    return loop.make_evaluate(graphdef, of_own_batch(functools.partial(objective, preset), mesh), mesh)
+    return jnp.concatenate(of_modality, axis=1)
 
 
 def make_batches(preset: MultimodalPreset, material: Material, mesh: Mesh | None = None) -> Callable[[int], Batch]:
@@ -256,26 +207,9 @@ def heldout_batches(preset: MultimodalPreset, material: Material, mesh: Mesh | N
 
 
 def train(preset: MultimodalPreset, material: Material, run: Run) -> tuple[Multimodal, History]:
-    """Runs all steps and evaluations.
-
-    Returns:
-      The trained model, whole on one device, in evaluation mode.
-    """
-    mesh = run.mesh
-    graphdef, state = create_sharded(lambda: init_state(preset, preset.seed), mesh)
-    key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
-    stepped = graphdef if mesh is None else sharded_graphdef(preset, mesh)
-    training = Training(
-        preset,
-        make_step(stepped, preset, mesh),
-        loop.heldout_loss(
-            make_evaluate(stepped, preset, mesh), heldout_batches(preset, material, mesh), heldout_key, mesh
-        ),
-        make_batches(preset, material, mesh),
-        key,
-        UNIT,
-    )
-    return loop.train(training, graphdef, state, run)
+    """As of `models.training.loop.train`."""
+    batches, heldout = make_batches(preset, material, run.mesh), heldout_batches(preset, material, run.mesh)
+    return loop.train(MmTask(preset), batches, heldout, UNIT, run)
 
 
 def run(options: MmOptions) -> None:
@@ -288,6 +222,7 @@ def run(options: MmOptions) -> None:
         data = read_pairs(preset.data, preset.patch, preset.longest, preset.background)
         preset, material = prepare(preset, data)
         check_fits(preset, material, mesh)
+        MmTask(preset).check_frozen()
         files = files_read(preset.data) | (
             {} if preset.tokenizer is None else {preset.tokenizer: Path(preset.tokenizer)}
         )
@@ -303,9 +238,7 @@ def _train_and_report(
     console.print(f"{len(material.train):,} images with captions to train on, {len(material.heldout):,} held out")
     if data.remark:
         run.say(data.remark)
-    model = preset.model
-    console.print(f"preset {options.preset}, {model.dtype}, recipe {model.recipe}, on {launch.devices(run.mesh)}")
-    console.print(remark(model.policy), end="")
+    launch.print_model(options, preset.model, run)
 
     trained, history = train(preset, material, run)
     if not is_first():

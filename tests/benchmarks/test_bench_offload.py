@@ -26,9 +26,7 @@ def test_smoke(tmp_path, monkeypatch):
     rows = rows_of(tmp_path / "offload.jsonl")
     kept, jax_remat, offloaded = rows
     assert [(row["name"], row["backend"]) for row in rows] == [
-        ("decoder_smoke", KEEP),
-        ("decoder_smoke", JAX_REMAT),
-        ("decoder_smoke", OFFLOAD),
+        ("decoder_smoke", each) for each in (KEEP, JAX_REMAT, OFFLOAD)
     ]
     assert offloaded["loss"] == kept["loss"] == jax_remat["loss"]
     assert offloaded["vs"][KEEP] == pytest.approx(offloaded["tokens_per_s"] / kept["tokens_per_s"], rel=1e-2)
@@ -60,36 +58,28 @@ def event_of(name: str, start_us: float, us: float) -> trace.Event:
 def test_hidden_copies():
     """Kernels from 0 to 10, 5 to 20 and 30 to 40 on two streams."""
     events = [event_of("gemm", 0, 10), event_of("gemm", 5, 15), event_of("add", 30, 10)]
-    events += [
-        event_of("MemcpyD2H", 15, 10),
-        event_of("MemcpyD2H", 35, 10),
-        event_of("MemcpyH2D", 0, 20),
-        event_of("MemcpyD2D", 50, 10),
-    ]
+    copies = [("MemcpyD2H", 15, 10), ("MemcpyD2H", 35, 10), ("MemcpyH2D", 0, 20), ("MemcpyD2D", 50, 10)]
+    events += [event_of(*copy) for copy in copies]
     assert hidden_copies(events) == {"host": [20, 0.5], "device": [20, 1.0]}
     assert hidden_copies([]) == {"host": [0, 0.0], "device": [0, 0.0]}
 
 
 def test_traces(tmp_path):
     """Spans of each lane are read back from the first event on; the picture has step, forward and backward."""
-    events = [
-        event_of("gemm", 100, 10),
-        event_of("MemcpyD2H", 105, 10),
-        event_of("MemcpyD2D", 112, 2),
-        event_of("MemcpyH2D", 120, 20),
-        event_of("gemm", 115, 30),
+    spans = [
+        ("gemm", 100, 10),
+        ("MemcpyD2H", 105, 10),
+        ("MemcpyD2D", 112, 2),
+        ("MemcpyH2D", 120, 20),
+        ("gemm", 115, 30),
     ]
+    events = [event_of(*span) for span in spans]
     file = tmp_path / "offload_tiny.trace.json.gz"
     write_trace(events, file)
     moved = [dataclasses.replace(event, start_us=event.start_us - 100) for event in events]
     assert read_trace(file) == sorted(moved, key=lambda event: event.start_us)
-    assert [lane_of(event) for event in events] == [
-        "kernels",
-        "to the host",
-        "copies on the device",
-        "to the device",
-        "kernels",
-    ]
+    lanes = ["kernels", "to the host", "copies on the device", "to the device", "kernels"]
+    assert [lane_of(event) for event in events] == lanes
     before = file.read_bytes()
     write_trace(events, file)
     assert file.read_bytes() == before

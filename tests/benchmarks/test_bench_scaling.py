@@ -50,18 +50,9 @@ def test_smoke_run(tmp_path):
 @pytest.mark.usefixtures("dense")
 def test_a_model_too_large_for_one_device(tmp_path):
     """Only the meshes run, here a mixture of axes, of another depth and batch."""
-    options = [
-        "--smoke",
-        "--workloads",
-        "30b",
-        "--meshes",
-        "tensor=2+fsdp=2",
-        "--steps",
-        "4",
-        "--set",
-        "model.layers=2",
-    ]
-    result = run(bench_scaling.main, *options, "--set", "batch=4", "--out", str(tmp_path))
+    sizes = ["--set", "model.layers=2", "--set", "batch=4"]
+    options = ["--workloads", "30b", "--meshes", "tensor=2+fsdp=2", "--steps", "4", *sizes]
+    result = run(bench_scaling.main, "--smoke", *options, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     (row,) = rows_of(tmp_path / "train_step.jsonl")
     assert (row["name"], row["mesh"], row["devices"]) == ("large_smoke_2_layers", "fsdp=2,tensor=2", 4)

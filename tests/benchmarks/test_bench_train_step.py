@@ -27,11 +27,8 @@ def test_smoke_run_writes_a_row_a_side(tmp_path, monkeypatch):
         result = run(bench_train_step.main, "--smoke", "--out", str(tmp_path), "--sides", sides, "--steps", "4")
         assert result.exit_code == 0, result.output
     steps = rows_of(tmp_path / "train_step.jsonl")
-    assert [(row["name"], row["backend"]) for row in steps] == [
-        ("moe_smoke", "xla"),
-        ("moe_smoke", "jaxops"),
-        ("dit_smoke", "jaxops"),
-    ]
+    names = [("moe_smoke", "xla"), ("moe_smoke", "jaxops"), ("dit_smoke", "jaxops")]
+    assert [(row["name"], row["backend"]) for row in steps] == names
     for row in steps:
         assert row["tokens_per_s"] == pytest.approx(1e6 * row["shape"]["T"] / row["us_p50"], rel=1e-3)
         assert row["of_ceiling"] == pytest.approx(row["tflops"] / 0.125, rel=1e-2, abs=1e-4)

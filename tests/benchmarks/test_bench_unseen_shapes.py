@@ -4,14 +4,13 @@ import numpy as np
 
 from benchmarks import harness, shapes
 from benchmarks.ops import bench_unseen_shapes
-from benchmarks.ops.bench_unseen_shapes import DISTS, SMOKE, few, unseen
+from benchmarks.ops.bench_unseen_shapes import DISTS, SMOKE, unseen
 from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.planning import device
 from jaxops._lib.planning.device import Device
-from jaxops.ops.grouped_matmul import Tiles, candidates, make_plan
+from jaxops.ops.grouped_matmul import Tiles, make_plan
 from tests.benchmarks.conftest import rows_of
 from tests.command_line import run
-from tests.hopper import on_h200
 
 H100 = Device("NVIDIA H100 80GB HBM3", "gpu")
 
@@ -24,22 +23,6 @@ def test_shapes_are_random_and_always_the_same():
     assert all(shape.K % 8 == shape.N % 8 == 0 for shape in found)
     filled = [size / power_of_2(size) for shape in found for size in (shape.M, shape.K, shape.N)]
     assert np.histogram(filled, bins=4, range=(0.5, 1))[0].min() >= 5  # anywhere between powers of two
-
-
-def test_what_is_tried(monkeypatch):
-    """All candidate tiles, static and dynamic, of the plan's kernel and panel."""
-    monkeypatch.setattr(device, "gluon_missing", lambda: "")  # on Python 3.11, too
-    with on_h200():
-        for name in shapes.PASSES:
-            problem = bench_unseen_shapes.problem_of(unseen(1)[0])
-            mine = getattr(make_plan(problem, bench_unseen_shapes.current_device()), name)
-            found = few(name, unseen(1)[0], mine)
-            assert {(tiles.kernel, tiles.panel) for tiles in found} == {("triton", mine.panel)}
-            kinds = {
-                (tiles.bm, tiles.bn, tiles.ping_pong, tiles.dynamic)
-                for tiles in candidates(name, problem, bench_unseen_shapes.current_device(), "triton")
-            }
-            assert {(tiles.bm, tiles.bn, tiles.ping_pong, tiles.dynamic) for tiles in found} == kinds
 
 
 def test_todays_tiles_were_measured(monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import harness, shapes
 from benchmarks.harness import checks
-from benchmarks.harness.packing import Sequences, to_blocks, to_packed
+from benchmarks.harness.packing import Sequences
 from benchmarks.layers import bench_moe
 from benchmarks.ops import (
     bench_adaln,
@@ -207,18 +207,3 @@ def test_attention_sees_a_row_that_attends_to_a_neighbour(mask, monkeypatch):
             assert checks.within_limits(*errors, bench_packed_attention.LIMITS) == right, (name, errors)
     nan = checks.attention_errors({"out": want["out"].at[5].set(jnp.nan)}, want)
     assert not checks.within_limits(*nan, bench_packed_attention.LIMITS)
-
-
-def test_blocks_and_back_are_each_others_transpose():
-    sequences = Sequences.of(np.array([0, 3, 3, 8], np.int32))
-    packed = harness.normal(0, (8, 2, 4), jnp.float32)
-    blocks = to_blocks(packed, sequences)
-    assert blocks.shape == (3, 128, 2, 4)
-    np.testing.assert_array_equal(to_packed(blocks, sequences), packed)
-    np.testing.assert_array_equal(blocks[2, :5], packed[3:])
-    assert float(jnp.sum(jnp.abs(blocks))) == pytest.approx(float(jnp.sum(jnp.abs(packed))))
-    grad = harness.normal(1, blocks.shape, jnp.float32)
-    back = jax.jit(lambda grad: jax.vjp(lambda packed: to_blocks(packed, sequences), packed)[1](grad)[0])(grad)
-    assert float(jnp.vdot(grad, blocks)) == pytest.approx(float(jnp.vdot(back, packed)), rel=1e-4)
-    forth = jax.jit(lambda grad: jax.vjp(lambda blocks: to_packed(blocks, sequences), blocks)[1](grad)[0])(packed)
-    np.testing.assert_array_equal(forth, blocks)

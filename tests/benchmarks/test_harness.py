@@ -63,10 +63,6 @@ def at(us: float) -> harness.Times:
     return harness.Times(0.9 * us, us, 1.1 * us)
 
 
-def test_percentiles():
-    assert harness.Times.of([float(us) for us in range(101)]) == harness.Times(20.0, 50.0, 80.0)
-
-
 @pytest.mark.parametrize(("rate", "work"), [("tflops", 600e9), ("gbps", 600e6)])
 def test_rates_and_their_part_of_the_ceiling(tmp_path, rate, work):
     """600 GFLOP (or MB) in 2 and 4 ms are 300 and 150 TFLOP/s (GB/s): half and a quarter of 600."""
@@ -95,12 +91,6 @@ def test_what_the_machine_reaches(tmp_path, monkeypatch):
     assert (copy["op"], copy["shape"], copy["of_ceiling"]) == ("copy", {"bytes": 1 << 20}, 1)
     assert (square["name"], square["shape"], square["of_ceiling"]) == ("dense_square", {"M": 64, "K": 64, "N": 64}, 1)
     assert wide["of_ceiling"] == pytest.approx(64 * 128 * 96 / 800 / (64**3 / 100), rel=1e-2)
-
-
-def test_the_ceiling_that_binds():
-    ceilings = machine.Ceilings(copy_gbps=4000, dense_tflops=800)
-    assert ceilings.least_us(flops=8e12, moved_bytes=4e9) == pytest.approx(10_000)
-    assert ceilings.least_us(flops=8e9, moved_bytes=4e9) == pytest.approx(1000)
 
 
 def test_report(tmp_path):

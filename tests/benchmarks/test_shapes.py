@@ -13,19 +13,14 @@ from jaxops.ops.fp8_matmul import RECIPES
 
 
 @pytest.mark.parametrize("dist", shapes.DISTS)
-@pytest.mark.parametrize(
-    ("G", "M"), [(1, 5), (2, 3), (8, 32768), (64, 32768), (128, 32768), (256, 4096), (256, 100), (7, 997)]
-)
+@pytest.mark.parametrize(("G", "M"), [(1, 5), (2, 3), (64, 32768), (256, 100), (7, 997)])
 def test_sizes_sum_to_m_and_are_the_same_each_time(dist, G, M):
     sizes = shapes.group_sizes(dist, G, M)
-    assert sizes.shape == (G,)
-    assert sizes.dtype == np.int32
-    assert sizes.min() >= 0
-    assert sizes.sum() == M
+    assert (sizes.shape, sizes.dtype) == ((G,), np.int32)
+    assert (sizes.min() >= 0, sizes.sum()) == (True, M)
     np.testing.assert_array_equal(sizes, shapes.group_sizes(dist, G, M))
     offsets = shapes.group_offsets(sizes)
-    assert offsets.dtype == np.int32
-    assert (offsets[0], offsets[-1]) == (0, M)
+    assert (offsets.dtype, offsets[0], offsets[-1]) == (np.int32, 0, M)
 
 
 def test_sizes_by_hand():
@@ -44,12 +39,11 @@ def test_sizes_by_hand():
 
 
 @pytest.mark.parametrize("dist", shapes.PACKED_DISTS)
-@pytest.mark.parametrize(("B", "T"), [(64, 65536), (16, 16384), (5, 96), (3, 61), (1, 7)])
+@pytest.mark.parametrize(("B", "T"), [(64, 65536), (5, 96), (3, 61), (1, 7)])
 def test_lengths_sum_to_t_and_are_the_same_each_time(dist, B, T):
     lengths = shapes.sequence_lengths(dist, B, T)
     assert lengths.dtype == np.int32
-    assert lengths.min() >= 0
-    assert lengths.sum() == T
+    assert (lengths.min() >= 0, lengths.sum()) == (True, T)
     np.testing.assert_array_equal(lengths, shapes.sequence_lengths(dist, B, T))
     assert len(lengths) == {"many": -(-T // 16), "single": 1}.get(dist, B)
 
@@ -61,8 +55,7 @@ def test_lengths_are_as_they_are_called():
     assert 0.24 * T / B < unequal.min() < 0.3 * T / B
     assert 1.7 * T / B < unequal.max() < 1.76 * T / B
     assert np.any(unequal % 8)
-    assert np.any(np.diff(unequal) > 0)
-    assert np.any(np.diff(unequal) < 0)
+    assert set(np.sign(np.diff(unequal))) >= {-1, 1}, "in no order"
     assert np.count_nonzero(of("third_empty") == 0) == B // 3
     assert sorted(of("one"))[-2:] == [0, T]
     assert set(of("many")) == {16}
@@ -103,8 +96,7 @@ def test_skewed_is_zipf_with_empty_groups_in_shuffled_order(shape):
     exact = shape.M / np.arange(1, len(ranked) + 1) / np.sum(1 / np.arange(1, len(ranked) + 1))
     assert np.max(np.abs(ranked - exact)) < 1  # rounded to whole rows and no further
     assert np.any(sizes % 8)
-    assert np.any(np.diff(sizes) > 0)
-    assert np.any(np.diff(sizes) < 0)
+    assert set(np.sign(np.diff(sizes))) >= {-1, 1}, "in no order"
 
 
 @pytest.mark.parametrize("dist", shapes.DISTS)

@@ -4,12 +4,13 @@ import contextlib
 import io
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
+
+from models.training import loop
 
 
 class Command(NamedTuple):
@@ -21,12 +22,12 @@ class Command(NamedTuple):
     first: Any
 
 
-def watched(module: ModuleType, out: Path, run: Callable[[], None]) -> Command:
-    """The run of a command of this module. Any implicit transfer in a step is an error."""
-    printed, seen, make_step = io.StringIO(), {}, module.make_step
+def watched(out: Path, run: Callable[[], None]) -> Command:
+    """The run of a command. Any implicit transfer in a step is an error."""
+    printed, seen, make_step = io.StringIO(), {}, loop.make_step
 
-    def guarded_step(graphdef, preset, mesh):
-        seen.update(step=make_step(graphdef, preset, mesh))
+    def guarded_step(*given):
+        seen.update(step=make_step(*given))
 
         def step(state, batch, key):
             seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
@@ -36,7 +37,7 @@ def watched(module: ModuleType, out: Path, run: Callable[[], None]) -> Command:
         return step
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(module, "make_step", guarded_step)
+        patch.setattr(loop, "make_step", guarded_step)
         run()
     return Command(printed.getvalue(), out, **seen)
 

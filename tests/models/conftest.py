@@ -6,9 +6,8 @@ import functools
 import jax
 import pytest
 
-from models.training import dit as train_dit
 from models.training import lm as train_lm
-from models.training import mm as train_mm
+from models.training import loop
 from models.training.presets import PRESETS
 from tests.models.interrupted_run import EVERY, TINY, train
 
@@ -16,41 +15,34 @@ from tests.models.interrupted_run import EVERY, TINY, train
 SAME_STATE = {"max_documents": None, "crowd": None, "policy": None, "unroll": False}
 
 
-def _share_first_states(module):
+def _shared_first_states(first_state):
     """States of the same model and seed come from one program; other settings of the optimizer do not change them."""
-    init_state, programs = module.init_state, {}
-    graphdef = functools.cache(lambda *given: jax.eval_shape(lambda: init_state(*given))[0])
+    programs, graphdef = {}, functools.cache(lambda task: jax.eval_shape(lambda: first_state(task))[0])
 
-    def shared(*given):
-        *sizes, preset, seed = given
-        if getattr(preset, "init_from", None) is not None:
-            return init_state(*given)
-        (model,) = sizes or [preset.model]
+    def shared(task):
+        preset, model = task.preset, getattr(task, "sizes", None) or task.preset.model
         same = {name: value for name, value in SAME_STATE.items() if hasattr(model, name)}
-        key = dataclasses.replace(model, **same), preset.ema is None, preset.freeze, seed
+        key = type(task), dataclasses.replace(model, **same), preset.ema is None, preset.freeze, preset.seed
         if key not in programs:
-            programs[key] = jax.jit(lambda: init_state(*given)[1])
-        return graphdef(*given), programs[key]()
+            programs[key] = jax.jit(lambda: first_state(task)[1])
+        return graphdef(task), programs[key]()
 
-    module.init_state = shared
+    return shared
 
 
-def _commit_first_states(module):
+def _committed_first_states(create_sharded):
     """To the device, as those that a checkpoint is read into: a run that goes on takes the programs of the first."""
-    create_sharded = module.create_sharded
 
     def committed(create, mesh):
         graphdef, state = create_sharded(create, mesh)
         return graphdef, state if mesh is not None else jax.device_put(state, jax.devices()[0])
 
-    module.create_sharded = committed
+    return committed
 
 
-for _module in (train_lm, train_dit, train_mm):
-    _share_first_states(_module)
-    _commit_first_states(_module)
-    for _name in ("make_step", "make_evaluate"):
-        setattr(_module, _name, functools.cache(getattr(_module, _name)))
+loop.first_state = _shared_first_states(loop.first_state)
+loop.create_sharded = _committed_first_states(loop.create_sharded)
+loop.make_step, loop.make_evaluate = functools.cache(loop.make_step), functools.cache(loop.make_evaluate)
 
 
 def _as_tiny(patch):

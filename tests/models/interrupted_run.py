@@ -4,6 +4,7 @@ import gc
 import itertools
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 
 from models.decoder import DecoderConfig
 from models.training import lm as train_lm
+from models.training import loop
 from models.training.presets import PRESETS, Preset
 
 EVERY = 2
@@ -18,18 +20,8 @@ TOO_LONG_S = 60  # after which a test that went wrong ends
 MODEL = DecoderConfig(
     256, 16, layers=2, heads=2, kv_heads=2, head_dim=8, hidden=16, tie_embeddings=True
 )  # dense: experts take thrice as long to compile
-TINY = Preset(
-    MODEL,
-    context=16,
-    batch=8,
-    steps=5,
-    learning_rate=1e-2,
-    warmup_steps=1,
-    eval_every=4,
-    eval_windows=4,
-    accumulate=2,
-    ema=0.9,
-)
+SIZES = {"context": 16, "batch": 8, "accumulate": 2, "eval_windows": 4, "ema": 0.9}
+TINY = Preset(MODEL, steps=5, learning_rate=1e-2, warmup_steps=1, eval_every=4, **SIZES)
 
 
 def train(out: Path, backend: str = "xla", **options: Any) -> None:
@@ -42,13 +34,23 @@ def train(out: Path, backend: str = "xla", **options: Any) -> None:
     )
 
 
+def watched_steps(make_step: Callable[..., Any], wrap: Callable[[Callable[[], Any], int], Any]) -> Callable[..., Any]:
+    """A `make_step` whose step's calls go through `wrap`, with their number from 1."""
+
+    def make(*arguments: Any) -> Any:
+        step, calls = make_step(*arguments), itertools.count(1)
+        return lambda *given: wrap(lambda: step(*given), next(calls))
+
+    return make
+
+
 def main(folder: str, coordinator: str = "") -> None:
     """The first process delays its write until later steps have overwritten the state.
 
     The second one, without `coordinator`, reads it and its own number from SLURM's variables. It leaves the next write
     half written, until it is killed.
     """
-    overwritten, make_step, calls = threading.Event(), train_lm.make_step, itertools.count(1)
+    overwritten = threading.Event()
 
     def hold(event: str, arguments: tuple) -> None:
         if event == "os.mkdir" and str(arguments[0]).endswith("checkpoints/2.orbax-checkpoint-tmp"):
@@ -57,20 +59,15 @@ def main(folder: str, coordinator: str = "") -> None:
             print("writing", flush=True)
             threading.Event().wait(TOO_LONG_S)
 
-    def watched(*arguments: Any) -> Any:
-        step = make_step(*arguments)
-
-        def run(*given: Any) -> Any:
-            result = jax.block_until_ready(step(*given))
-            if next(calls) == EVERY + 1:
-                overwritten.set()
-            return result
-
-        return run
+    def watch(step: Callable[[], Any], number: int) -> Any:
+        result = jax.block_until_ready(step())
+        if number == EVERY + 1:
+            overwritten.set()
+        return result
 
     if coordinator:
         sys.addaudithook(hold)
-    train_lm.make_step = watched
+    loop.make_step = watched_steps(loop.make_step, watch)
     how = {"coordinator": coordinator, "processes": 2, "process_id": 0} if coordinator else {"distributed": True}
     train(Path(folder), mesh="fsdp=2", save_every=EVERY, **how)
 

@@ -92,11 +92,6 @@ def replace(file: Path, old: str, new: str) -> None:
     file.write_text(content.replace(old, new), "utf-8")
 
 
-def remove_all(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
 DAMAGES = {
     "flipped": lambda step: flip(data_file(step)),
     "truncated": lambda step: os.truncate(data_file(step), 10),
@@ -106,7 +101,7 @@ DAMAGES = {
     "damaged checksums": lambda step: replace(step / "_CHECKPOINT_METADATA", '"params/kernel": ', '"params/kernel": 1'),
     "damaged loss": lambda step: replace(step / "_CHECKPOINT_METADATA", '"heldout": 1', '"heldout": 0'),
     "truncated metadata": lambda step: os.truncate(step / "_CHECKPOINT_METADATA", 200),
-    "empty": remove_all,
+    "empty": lambda step: (shutil.rmtree(step), step.mkdir()),
 }
 
 
@@ -172,16 +167,6 @@ def test_a_path_is_a_path(name, tmp_path):
     assert said[0].startswith(f"{folder / '4'} is damaged: ")
 
 
-def test_a_relative_path_through_a_link_after_chdir(tmp_path, monkeypatch):
-    (tmp_path / "[real]").mkdir()
-    (tmp_path / "link").symlink_to("[real]")
-    monkeypatch.chdir(tmp_path)
-    with Checkpoints(Path("link/run/")) as checkpoints:
-        monkeypatch.chdir("/")
-        checkpoints.save(arrays(), 2)
-    assert saved_steps(tmp_path / "[real]" / "run") == [2]
-
-
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_without_proc_a_folder_needs_a_plain_name(name, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints_module, "DESCRIPTORS", tmp_path / "missing")
@@ -210,43 +195,23 @@ def test_no_folder_can_be_there(name, tmp_path):
     assert (tmp_path / "file").read_bytes() == b"mine"
 
 
-DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.float8_e4m3fn]
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.float8_e4m3fn]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-def test_the_same_numbers_in_another_order_have_another_sum(dtype):
-    rng = np.random.default_rng(0)
-    square = rng.permutation(144).reshape(12, 12).astype(dtype)
-    assert len(set(square.reshape(-1).tolist())) > 20
-    swapped = square.copy()
-    swapped[3, 4], swapped[7, 1] = square[7, 1], square[3, 4]
-    size = np.dtype(dtype).itemsize
-    others = {
-        "itself": square,
-        "transposed": square.T,
-        "rows": square[rng.permutation(12)],
-        "halves of columns": np.roll(square, 6, axis=1),
-        "reversed": square.reshape(-1)[::-1].reshape(12, 12),
-        "two elements": swapped,
-        "another shape": square.reshape(6, 24),
-        "a dtype of the same bytes": square.view({1: np.int8, 2: np.uint16, 4: np.uint32}[size]),
-    }
-    if size > 1:
-        others["byte order"] = square.view(f"u{size}").byteswap().view(dtype)
-    sums = checksums({name: jnp.asarray(array) for name, array in others.items()})
-    assert checksums({"again": jnp.asarray(square.copy())})["again"] == sums["itself"]
+def test_every_bit_its_place_shape_and_dtype_count(dtype):
+    """One changed bit of any element changes the checksum, and so does another order of the same elements."""
+    rng, size = np.random.default_rng(0), np.dtype(dtype).itemsize
+    bits = rng.integers(0, 256, (3, 5, size), np.uint8)
+    changed = np.broadcast_to(bits, (bits.size, *bits.shape)).copy()
+    changed.reshape(bits.size, bits.size)[range(bits.size), range(bits.size)] ^= 1 << rng.integers(
+        0, 8, bits.size
+    ).astype(np.uint8)
+    whole, *others = (each.view(dtype)[..., 0] for each in (bits, *changed))
+    swapped = whole.copy()
+    swapped[1, 4], swapped[2, 1] = whole[2, 1], whole[1, 4]
+    others += [whole[::-1], np.roll(whole, 2, axis=1), swapped, whole.T, whole.reshape(5, 3), whole.reshape(15)]
+    others.append(whole.view({1: np.int8, 2: np.uint16, 4: np.uint32}[size]))
+    sums = checksums({str(i): jnp.asarray(array) for i, array in enumerate([whole, *others])})
+    assert checksums({"again": jnp.asarray(whole.copy())})["again"] == sums["0"]
     assert len(set(sums.values())) == len(sums), sums
-
-
-def test_every_bit_counts():
-    """In every dtype, at every index: one changed element changes the checksum, and so do two swapped ones."""
-    rng = np.random.default_rng(0)
-    for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.float8_e4m3fn):
-        bits = rng.integers(0, 256, (3, 5, np.dtype(dtype).itemsize), np.uint8)
-        changed = np.broadcast_to(bits, (bits.size, *bits.shape)).copy()
-        changed.reshape(bits.size, bits.size)[range(bits.size), range(bits.size)] ^= 1 << rng.integers(
-            0, 8, bits.size
-        ).astype(np.uint8)
-        whole = [jnp.asarray(each.view(dtype)[..., 0]) for each in (bits, bits[::-1], *changed)]
-        sums = checksums({str(i): array for i, array in enumerate(whole)})
-        assert len(set(sums.values())) == len(whole), dtype

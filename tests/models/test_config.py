@@ -9,7 +9,7 @@ import yaml
 from models.training import config
 from models.training import dit as train_dit
 from models.training import lm as train_lm
-from models.training.config import assignments, overlay
+from models.training.config import assignments, with_model
 from models.training.dit import DitOptions
 from models.training.lm import LmOptions
 from models.training.presets import DIT_PRESETS, PRESETS
@@ -30,31 +30,10 @@ def write(tmp_path):
     return write
 
 
-def test_mappings_are_overlaid():
-    below = {"a": 1, "b": {"c": 2, "d": {"e": 3}}}
-    assert overlay(below, {"b": {"d": {"f": 4}}, "g": {}}) == {"a": 1, "b": {"c": 2, "d": {"e": 3, "f": 4}}, "g": {}}
-    assert overlay(below, {"b": 5, "a": {"h": 6}}) == {"a": {"h": 6}, "b": 5}
-    assert below == {"a": 1, "b": {"c": 2, "d": {"e": 3}}}
-
-
 def test_assignments():
-    given = assignments(
-        [
-            "model.width=64",
-            "learning_rate=1e-3",
-            "model.rope_base=2.5e3",
-            "model.recipe=null",
-            "data=[a, b]",
-            "model.width=32",
-            "tokenizer=a=b",
-        ]
-    )
-    assert given == {
-        "model": {"width": 32, "rope_base": 2500.0, "recipe": None},
-        "learning_rate": 1e-3,
-        "data": ["a", "b"],
-        "tokenizer": "a=b",
-    }
+    texts = ["model.width=64", "learning_rate=1e-3", "model.recipe=null", "data=[a, b]", "model.width=32", "name=a=b"]
+    model = {"width": 32, "recipe": None}
+    assert assignments(texts) == {"model": model, "learning_rate": 1e-3, "data": ["a", "b"], "name": "a=b"}
     for wrong in ("width", "=3", "width=[3"):
         with pytest.raises(ValueError, match="--set"):
             assignments([wrong])
@@ -65,40 +44,16 @@ def test_each_goes_over_those_before(write):
         "steps: 7\nlearning_rate: 2e-3\nseed: 5\ncontext: 64\n"
         "model: {layers: 3, recipe: blockwise, backend: pallas}\ndata: [a.txt]\n"
     )
-    options = {
-        "set": ["seed=6", "context=32"],
-        "seed": 8,
-        "precision": "bfloat16",
-        "data": ["b.txt", "c"],
-        "no_pack": True,
-    }
-    chosen = train_lm.choose(LmOptions(preset="small", config=file, **options))
-    small = PRESETS["small"]
-    changed = {
-        "steps": 7,
-        "learning_rate": 2e-3,
-        "warmup_steps": 1,
-        "seed": 8,
-        "context": 32,
-        "data": ("b.txt", "c"),
-        "pack": False,
-    }
-    assert chosen == dataclasses.replace(
-        small, model=dataclasses.replace(small.model, layers=3, backend="pallas", dtype="bfloat16"), **changed
-    )
+    options = {"set": ["seed=6", "context=32"], "seed": 8, "data": ["b.txt", "c"], "no_pack": True}
+    chosen = train_lm.choose(LmOptions(preset="small", config=file, precision="bfloat16", **options))
+    changed = {"steps": 7, "learning_rate": 2e-3, "warmup_steps": 1, "seed": 8, "context": 32}
+    small = with_model(PRESETS["small"], layers=3, backend="pallas", dtype="bfloat16")
+    assert chosen == dataclasses.replace(small, data=("b.txt", "c"), pack=False, **changed)
 
     file = write("width: 64\nrecipe: rowwise\nwarmup_steps: 50")
     image = train_dit.choose(DitOptions(config=file, steps=60, precision="fp8-blockwise", data="folder", backend="xla"))
-    changed = {
-        "width": 64,
-        "warmup_steps": 50,
-        "steps": 60,
-        "dtype": "bfloat16",
-        "recipe": "blockwise",
-        "data": "folder",
-        "backend": "xla",
-    }
-    assert image == dataclasses.replace(DIT_PRESETS["demo"], **changed)
+    changed = {"width": 64, "warmup_steps": 50, "steps": 60, "data": "folder", "backend": "xla"}
+    assert image == dataclasses.replace(DIT_PRESETS["demo"], dtype="bfloat16", recipe="blockwise", **changed)
 
 
 @pytest.mark.parametrize(

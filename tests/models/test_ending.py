@@ -10,37 +10,25 @@ from pathlib import Path
 import pytest
 import typer
 
-from models.training import ending
-from models.training import lm as train_lm
+from models.training import ending, loop
 from models.training.report import MetricsLog
-from tests.models.interrupted_run import EVERY, train
+from tests.models.interrupted_run import EVERY, train, watched_steps
 
 pytestmark = pytest.mark.usefixtures("tiny")
 ROOT = Path(__file__).parents[2]
 
 
-def at_step(number: int, do) -> object:
-    """A `make_step` whose step calls a function before a given step of a run."""
-    make_step, calls = train_lm.make_step, iter(range(1, 100))
-
-    def watched(*arguments):
-        step = make_step(*arguments)
-
-        def run(*given):
-            if next(calls) == number:
-                do()
-            return step(*given)
-
-        return run
-
-    return watched
+def at_step(monkeypatch, chosen: int, do) -> None:
+    """Calls a function before a step of the run."""
+    wrap = lambda step, number: (do() if number == chosen else None, step())[1]
+    monkeypatch.setattr(loop, "make_step", watched_steps(loop.make_step, wrap))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_first_and_the_run_goes_on_to_the_same_bits(number, whole, tmp_path, monkeypatch, capsys):
     before = [signal.getsignal(which) for which in ending.SIGNALS]
     with monkeypatch.context() as patch:
-        patch.setattr(train_lm, "make_step", at_step(3, lambda: os.kill(os.getpid(), number)))
+        at_step(patch, 3, lambda: os.kill(os.getpid(), number))
         patch.setattr(sys, "argv", ["train", "lm", "--out", "a folder"])
         with pytest.raises(typer.Exit) as caught:
             train(tmp_path, save_every=EVERY)
@@ -58,7 +46,7 @@ def test_a_signal_saves_first_and_the_run_goes_on_to_the_same_bits(number, whole
 
 
 def test_without_checkpoints_nothing_is_saved(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_lm, "make_step", at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    at_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(typer.Exit):
         train(tmp_path)
     assert (
@@ -101,25 +89,18 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_a_full_disk():
-    assert ending.is_full(OSError(errno.ENOSPC, "x"))
-    assert ending.is_full(
-        ValueError('RESOURCE_EXHAUSTED: Error writing "a": Failed writing: [OS error 28: No space left on device]')
-    )
+    """By its number, by TensorStore's words, or as the cause of another error."""
+    chained = RuntimeError("of a writer")
+    chained.__cause__ = OSError(errno.EDQUOT, "x")
+    words = ValueError("RESOURCE_EXHAUSTED: Failed writing: [OS error 28: No space left on device]")
+    assert all(map(ending.is_full, (OSError(errno.ENOSPC, "x"), words, chained)))
     assert not ending.is_full(OSError(errno.ENOENT, "x"))
-    try:
-        try:
-            raise OSError(errno.EDQUOT, "x")
-        except OSError as error:
-            raise RuntimeError("of a writer") from error
-    except RuntimeError as error:
-        chained = error
-    assert ending.is_full(chained)
 
 
 def test_other_errors_keep_their_traceback(tmp_path, monkeypatch):
     def fail():
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(train_lm, "make_step", at_step(2, fail))
+    at_step(monkeypatch, 2, fail)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         train(tmp_path)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import typer
 
-from models.training import lm as train_lm
+from models.training import loop
 from models.training.finite import NotFinite, Watch
 from models.training.report import MetricsLog, plot_report
-from tests.models.interrupted_run import train
+from tests.models.interrupted_run import train, watched_steps
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -25,18 +25,13 @@ def rows_of(out) -> list[dict]:
 
 def spoil(monkeypatch, field: str, steps: set[int], value: float) -> None:
     """A number of these steps of the run, counted from 1."""
-    make_step, wrong = train_lm.make_step, jax.device_put(np.float32(value))
+    wrong = jax.device_put(np.float32(value))
 
-    def spoiled(*arguments):
-        step, calls = make_step(*arguments), iter(range(1, 100))
+    def wrap(step, number):
+        state, metrics = step()
+        return state, metrics._replace(**{field: wrong}) if number in steps else metrics
 
-        def run(*given):
-            state, metrics = step(*given)
-            return state, metrics._replace(**{field: wrong}) if next(calls) in steps else metrics
-
-        return run
-
-    monkeypatch.setattr(train_lm, "make_step", spoiled)
+    monkeypatch.setattr(loop, "make_step", watched_steps(loop.make_step, wrap))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +80,7 @@ def test_it_ends_without_a_model(tmp_path, monkeypatch, capsys):
 
 def test_a_heldout_loss_that_is_not_finite(tmp_path, monkeypatch, capsys):
     """The evaluations are after steps 1, 4 and 5: none is finite, so no checkpoint is written."""
-    monkeypatch.setattr(train_lm, "make_evaluate", lambda *_: lambda *_: jax.device_put(np.float32(math.nan)))
+    monkeypatch.setattr(loop, "make_evaluate", lambda *_: lambda *_: jax.device_put(np.float32(math.nan)))
     with pytest.raises(typer.Exit):
         train(tmp_path, save_every=1)
     assert "The held-out loss is not finite since step 1 (3 in a row). The run ends" in capsys.readouterr().out

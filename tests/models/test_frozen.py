@@ -1,12 +1,9 @@
 """Frozen parameters stay, and cost no gradient, moment or average; the others train as if those were constants."""
 
 import dataclasses
-import json
-import shutil
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import typer
 from flax import nnx
@@ -16,12 +13,12 @@ from models.decoder import DecoderConfig
 from models.distributed.mesh import name_of
 from models.training import lm as train_lm
 from models.training import loop
-from models.training.presets import Preset
-from tests.models.interrupted_run import EVERY, train
+from models.training.presets import Preset, rates
+from tests.models.interrupted_run import train
 
 CONFIG = DecoderConfig(256, 16, 2, 2, 2, 8, 24, backend="xla")  # dense: experts take thrice as long to compile
 FREEZE = (r"^embed", "mlp/(gate|up|down)", "attention/[qk]/")
-PRESET = Preset(CONFIG, 8, 8, steps=8, learning_rate=1e-2, warmup_steps=1, eval_every=8, ema=0.5, freeze=FREEZE)
+PRESET = Preset(CONFIG, 8, 8, ema=0.5, freeze=FREEZE, **rates(8, 1e-2, 1, 8))
 FROZEN = {
     "embed/embedding", "blocks/mlp/gate/kernel", "blocks/mlp/up/kernel", "blocks/mlp/down/kernel",
     "blocks/attention/q/kernel", "blocks/attention/k/kernel",
@@ -41,14 +38,14 @@ def batch_of(preset: Preset) -> Batch:
 
 def test_they_stay_and_nothing_is_stored_for_them():
     """The step by hand: test_step_by_hand.py."""
-    graphdef, state = train_lm.init_state(PRESET, 0)
+    graphdef, state = loop.first_state(train_lm.LmTask(PRESET))
     before = by_name(state.params)
     assert set(by_name(state.average)) == set(before) - FROZEN
     names = [name_of(path) for path, _ in jax.tree.leaves_with_path(state.opt_state)]
     for moment in ("mu", "nu"):
         found = {name.split(f"/{moment}/")[1].removesuffix("/value") for name in names if f"/{moment}/" in name}
         assert found == set(before) - FROZEN
-    step, batch = train_lm.make_step(graphdef, PRESET), loop.place(batch_of(PRESET))
+    step, batch = loop.make_step(graphdef, train_lm.LmTask(PRESET)), loop.place(batch_of(PRESET))
     for _ in range(2):  # the first one's learning rate is zero
         state, _ = step(state, batch, jax.random.key(0))
     for params in (state.params, loop.kept(state)):
@@ -62,9 +59,9 @@ def test_their_gradients_are_not_computed():
     def flops(freeze: tuple[str, ...], **sizes) -> float:
         model = dataclasses.replace(CONFIG, **{"layers": 1, "hidden": 400, "unroll": True} | sizes)
         preset = dataclasses.replace(PRESET, ema=None, freeze=freeze, model=model)
-        graphdef, state = jax.eval_shape(lambda: train_lm.init_state(preset, 0))
-        batch = batch_of(preset)
-        step = loop.make_step(graphdef, preset, lambda *given: train_lm.objective(preset, True, *given))
+        task, batch = train_lm.LmTask(preset), batch_of(preset)
+        graphdef, state = jax.eval_shape(lambda: loop.first_state(task))
+        step = loop.make_step(graphdef, task)
         return step.lower(state, batch, jax.eval_shape(lambda: jax.random.key(0))).cost_analysis()["flops"]
 
     whole, blocks, head = flops(()), flops((r"^blocks.*kernel",)), flops((r"^(embed|blocks|norm)",))
@@ -72,25 +69,6 @@ def test_their_gradients_are_not_computed():
     assert head < blocks < 0.75 * whole
     experts = {"experts": 3, "top_k": 2}
     assert flops(("moe/(gate|up|down)",), **experts) < 0.8 * flops((), **experts)
-
-
-def test_a_run_goes_on_to_the_same_bits(tiny, tmp_path):
-    out, freeze = tmp_path / "whole", ["embed", "norm"]
-    train(out, save_every=EVERY, freeze=freeze)
-    again = shutil.copytree(out, tmp_path / "again")
-    for step in ("4", "5"):
-        shutil.rmtree(again / "checkpoints" / step)
-    train(again, save_every=EVERY, freeze=freeze, resume=True)
-    one, other = (
-        ocp.StandardCheckpointer().restore((folder / "checkpoints" / "5").resolve()) for folder in (out, again)
-    )
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-    assert not [name for name in one if "opt_state" in name and "embed" in name]
-    losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert losses[-1] < losses[0]
-    assert "freeze:\n- embed\n- norm\n" in (out / "config.yaml").read_text()
-    with pytest.raises(typer.BadParameter, match=r"freeze is \('embed', 'norm'\) there and \('embed',\) here"):
-        train(again, save_every=EVERY, freeze=["embed"], resume=True)
 
 
 @pytest.mark.parametrize(

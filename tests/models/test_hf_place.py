@@ -17,6 +17,7 @@ from models.distributed.mesh import make_mesh, shardings
 from models.generate.inference import for_inference
 from models.hf import place as hf_place
 from models.training import lm as train_lm
+from models.training import loop
 from models.training.presets import Preset
 from tests.devices import needs_four
 from tests.models.test_decoder_parts import model_of
@@ -67,10 +68,10 @@ def test_a_training_state_from_a_checkpoint_is_split_from_the_start(folder, monk
     model = dataclasses.replace(CONFIG, backend="xla")
     preset = Preset(model, 8, 8, steps=2, learning_rate=1e-3, warmup_steps=1, eval_every=2, init_from=str(folder))
     mesh = make_mesh("fsdp=2,expert=2")
-    _, wanted = train_lm.start_state(preset, None)
+    _, wanted = train_lm.LmTask(preset).start(None)
     whole = functools.partial(pytest.fail, "the whole state was put together")
-    monkeypatch.setattr(train_lm, "init_state", whole)
-    _, state = train_lm.start_state(preset, mesh)
+    monkeypatch.setattr(loop, "first_state", whole)
+    _, state = train_lm.LmTask(preset).start(mesh)
     for (path, ours), alone, split in zip(
         jax.tree.leaves_with_path(state), jax.tree.leaves(wanted), jax.tree.leaves(shardings(state, mesh)), strict=True
     ):

@@ -17,6 +17,7 @@ from models.data.tokenizer import Bytes
 from models.decoder import Decoder
 from models.generate.slots import Batching, generate
 from models.training import lm as train_lm
+from models.training import loop
 from models.training.presets import Preset
 from tests.arrays import put
 from tests.models.hf_checkpoints import DATA, loaded, stored
@@ -69,10 +70,10 @@ def test_a_quantized_checkpoint_is_trained_and_saved(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 29, 400, dtype=np.uint8)
     corpus = split(Documents(tokens, np.arange(0, 401, 20)))
     preset = train_lm.with_room(preset, train_lm.make_rows(preset, corpus.train))
-    graphdef, state = train_lm.start_state(preset, None)
+    graphdef, state = train_lm.LmTask(preset).start(None)
     before = jax.jit(lambda held: jax.tree.map(jnp.copy, held))((state.params, state.histories))
     batch = train_lm.make_batches(preset, corpus.train, train_lm.make_rows(preset, corpus.train))(0)
-    state, metrics = train_lm.make_step(graphdef, preset)(state, jax.device_put(batch), jax.random.key(0))
+    state, metrics = loop.make_step(graphdef, train_lm.LmTask(preset))(state, jax.device_put(batch), jax.random.key(0))
     assert np.isfinite(metrics.loss)
     for old, new in zip(jax.tree.leaves(before[0]), jax.tree.leaves(state.params), strict=True):
         moved = np.abs(new - old).max()

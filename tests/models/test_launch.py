@@ -19,6 +19,7 @@ import typer
 from jax.sharding import SingleDeviceSharding
 
 from models.distributed import device_memory
+from models.distributed.processes import initialize
 from models.training import launch, loop
 from models.training import lm as train_lm
 from tests.models.interrupted_run import EVERY, train
@@ -199,3 +200,14 @@ def test_temporaries_may_have_any_free_memory(monkeypatch, flags):
     assert chosen == flags.split() + partitioned
     if flags:
         subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], check=True)
+
+
+def test_nobody_says_who_takes_part(monkeypatch):
+    def refuse(*_):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", refuse)  # itself it only works before anything else
+    with pytest.raises(
+        typer.BadParameter, match=r"coordinator_address should be defined.*write --coordinator HOST:PORT"
+    ):
+        initialize()

@@ -1,43 +1,28 @@
-"""The training loop: micro-batches add up to the batch, few programs are compiled, a resumed run is the same run."""
+"""The training loop: few programs are compiled, batches come in order, a log is taken up again."""
 
 import dataclasses
-import io
 import itertools
 import json
 import struct
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from models.data.packing import Documents
 from models.training import lm as train_lm
-from models.training.loop import (
-    Measured,
-    Run,
-    Training,
-    init_state,
-    kept,
-    make_evaluate,
-    make_step,
-    place,
-    prefetched,
-    run_steps,
-)
-from models.training.presets import Preset, of_bytes
+from models.training import loop
+from models.training.loop import Metrics, make_step, prefetched
+from models.training.presets import Preset, of_bytes, rates
 from models.training.report import MetricsLog, plot_report
 
 DENSE = dataclasses.replace(
     of_bytes(layers=1, width=8, heads=2, experts=1, top_k=1, hidden=8), experts=0, top_k=0, backend="xla"
 )
-TINY = Preset(DENSE, context=32, batch=4, steps=6, learning_rate=1e-2, warmup_steps=2, eval_every=3, eval_windows=8)
+TINY = Preset(DENSE, context=32, batch=4, eval_windows=8, **rates(6, 1e-2, 2, 3))
 
 
 def text(lengths) -> Documents:
@@ -49,95 +34,48 @@ UNEVEN = text(np.random.default_rng(1).integers(2, 33, 80).tolist())
 
 
 def test_steps_of_unequal_data_share_two_programs():
-    preset = dataclasses.replace(TINY, pack=False, buckets=2, steps=100)
-    rows = train_lm.make_rows(preset, UNEVEN)
-    graphdef, state = train_lm.init_state(preset, 0)
-    step, lengths, key = train_lm.make_step(graphdef, preset), set(), jax.random.key(0)
-    for batch in prefetched(train_lm.make_batches(preset, UNEVEN, rows), 0, 100):
+    task = train_lm.LmTask(dataclasses.replace(TINY, pack=False, buckets=2, steps=100))
+    rows = train_lm.make_rows(task.preset, UNEVEN)
+    graphdef, state = loop.first_state(task)
+    step, lengths, key = make_step(graphdef, task), set(), jax.random.key(0)
+    for batch in prefetched(train_lm.make_batches(task.preset, UNEVEN, rows), 0, 100):
         lengths.add(batch.tokens.shape)
         state, _ = step(state, batch, key)
     assert int(state.step) == 100
     assert step._cache_size() == len(lengths) == len(rows) == 2
 
 
-class Line(NamedTuple):
-    """Micro-batches of x [A, N]; y is 3 x."""
-
-    x: Any
-
-    def counted(self):
-        return jnp.int32(self.x.size)
-
-    @property
-    def size(self) -> int:
-        return self.x.size
-
-
-@dataclasses.dataclass
-class Toy:
-    """A model of one parameter."""
-
-    training: Training
-    graphdef: Any
-    schedule: Any
-
-    def state(self):
-        _, params, histories = nnx.split(nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param, ...)
-        return init_state(self.schedule, params, histories)
-
-
-def toy_objective(model, batch, key):
-    x = batch.x[:, None]
-    loss = jnp.mean((model(x) - 3 * x) ** 2)
-    return loss, Measured(loss, load=jnp.ones((1, 2)) / 2)
-
-
-@pytest.fixture(scope="module")
-def toy():
-    schedule = dataclasses.replace(TINY, steps=23, learning_rate=0.2, eval_every=10, ema=0.9, weight_decay=0.0)
-    graphdef, _, _ = nnx.split(nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param, ...)
-    heldout, evaluate, key = (
-        place(Line(np.ones((1, 4), np.float32))),
-        make_evaluate(graphdef, toy_objective),
-        jax.random.key(0),
-    )
-    batches = lambda step: Line(np.random.default_rng(step).normal(size=(1, 4)).astype(np.float32))
-    training = Training(
-        schedule,
-        make_step(graphdef, schedule, toy_objective),
-        lambda state: evaluate(kept(state), state.histories, heldout, key),
-        batches,
-        key,
-        "nats",
-    )
-    return Toy(training, graphdef, schedule)
-
-
 def lines_of(out) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_that_is_taken_up_again_is_the_same(toy, tmp_path, monkeypatch):
-    console = Console(file=io.StringIO())
-    whole, history = run_steps(toy.training, toy.state(), Run(tmp_path / "whole", console))
-    early = lambda steps: dataclasses.replace(toy.training, schedule=dataclasses.replace(toy.schedule, steps=steps))
-    checkpoint, _ = run_steps(early(14), toy.state(), Run(tmp_path / "checkpoint", console))
-    run_steps(early(17), toy.state(), Run(tmp_path / "half", console))  # killed: three steps are done again
+def add_steps(log: MetricsLog, first: int, last: int) -> None:
+    """Of four steps a reading, with a held-out loss after each."""
+    for done in range(first + 3, last + 1, 4):
+        read = [
+            Metrics(step / 8, None, np.ones((1, 2)) / 2, step, 0.5, 0.125, 2.0) for step in range(done - 3, done + 1)
+        ]
+        log.add(done, read, 100.4, heldout=done / 4)
+
+
+def test_a_log_that_is_taken_up_again_is_the_same(tmp_path, monkeypatch):
+    """From the checkpoint of step 8 of a run that was killed after step 12, in the middle of a line."""
+    for name, last in (("whole", 16), ("half", 12)):
+        with MetricsLog(tmp_path / name, 0) as log:
+            add_steps(log, 1, last)
     with (tmp_path / "half" / "metrics.jsonl").open("a") as lines:
-        lines.write('{"step": 18, "loss": 77.0}\n{"step": 19, "lo')
+        lines.write('{"step": 13, "loss": 77.0}\n{"step": 14, "lo')
     later = time.time() + 60
     monkeypatch.setattr(time, "time", lambda: later)  # another second, another file
-    other, again = run_steps(toy.training, checkpoint, Run(tmp_path / "half", console))
-    jax.tree.map(np.testing.assert_array_equal, whole, other)
+    with MetricsLog(tmp_path / "half", 8, say=pytest.fail) as again:
+        add_steps(again, 9, 16)
     rows = lines_of(tmp_path / "half")
-    assert [row["loss"] for row in lines_of(tmp_path / "whole")] == [row["loss"] for row in rows]
-    assert [row["step"] for row in rows] == list(range(1, 24))
-    assert history.loss == again.loss == [row["loss"] for row in rows]
-    assert (len(history.loads), len(again.loads)) == (23, 9)
-    assert history.heldout[-1][1] < 0.1 * history.heldout[0][1]
+    assert rows == lines_of(tmp_path / "whole") == again.history.rows
+    assert [row["step"] for row in rows] == list(range(1, 17))
+    assert again.history.heldout == [(4, 1.0), (8, 2.0), (12, 3.0), (16, 4.0)]
+    assert len(again.history.loads) == 8
     assert len(list((tmp_path / "half" / "tensorboard").iterdir())) == 2
     shown = scalars_in(tmp_path / "half" / "tensorboard")
-    assert [step for name, step, _ in shown if name == "loss"] == list(range(1, 24))
     wanted = [(name, row["step"], value) for row in rows for name, value in row.items() if name != "step"]
     assert [each[:2] for each in shown] == [each[:2] for each in wanted]
     np.testing.assert_allclose([each[2] for each in shown], [each[2] for each in wanted], rtol=1e-6)
@@ -159,7 +97,7 @@ def test_a_folder_is_no_address(name, tmp_path, monkeypatch):
     assert len(list((tmp_path / name / "tensorboard").iterdir())) == 1
 
 
-def test_a_damaged_log(toy, tmp_path):
+def test_a_damaged_log(tmp_path):
     """Half a line, invalid JSON, a missing number: other lines are kept, and the gap is reported."""
     row = {"step": 1, "loss": 1.0, "tokens": 4, "fill": 1.0, "learning_rate": 0.1, "gradient_norm": 1.0}
     lines = [json.dumps(row | {"step": step}) for step in range(1, 7)]

@@ -18,8 +18,10 @@ from models.distributed.mesh import (
     AXES,
     Splits,
     collect,
+    constrained,
     gather,
     make_mesh,
+    replicate,
     rows_of_process,
     shard_batch,
     shard_state,
@@ -27,6 +29,7 @@ from models.distributed.mesh import (
     split_objective,
 )
 from models.training import lm as train_lm
+from models.training import loop
 from tests.arrays import drawn_like, put
 from tests.compare import assert_close
 from tests.devices import needs_four
@@ -38,11 +41,11 @@ pytestmark = needs_four
 
 def on_kernels(mesh):
     """The gradient of a model on Pallas' kernels as a function of (params, histories, batch, key)."""
-    preset = preset_of(dataclasses.replace(SPARSE, backend="pallas"))
-    graphdef = train_lm.sharded_graphdef(preset, mesh)
+    task = train_lm.LmTask(preset_of(dataclasses.replace(SPARSE, backend="pallas")))
+    graphdef = task.sharded_graphdef(mesh)
 
     def objective(params, histories, batch, key):
-        loss, measured = train_lm.objective(preset, preset.pack, nnx.merge(graphdef, params, copy=True), batch, key)
+        loss, measured = task.objective(nnx.merge(graphdef, params, copy=True), batch, key)
         return loss, (measured, histories)
 
     return jax.grad(split_objective(objective, mesh, counted=lambda batch: batch.counted()), has_aux=True)
@@ -81,7 +84,7 @@ def test_kernels_say_over_which_axes_their_results_vary():
     """The gradient traced for absent H200s: the kernels are in it, and shard_map has checked them. Their values over
     devices: tests/contracts/test_transforms.py."""
     mesh = AbstractMesh((2, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=H200)
-    params = jax.eval_shape(lambda: train_lm.init_state(preset_of(SPARSE), 0)[1].params)
+    params = jax.eval_shape(lambda: loop.first_state(train_lm.LmTask(preset_of(SPARSE)))[1].params)
     with jax.sharding.use_abstract_mesh(mesh):
         rows, key = jax.ShapeDtypeStruct((8, 8), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
         text = str(jax.make_jaxpr(on_kernels(mesh))(params, (), packing.Batch(rows, rows, rows), key))
@@ -175,6 +178,13 @@ def test_gradients_are_summed_in_the_chosen_dtype(sums, large, devices, rows):
     jax.tree.map(lambda g, p, each: np.testing.assert_array_equal(g, jnp.full_like(p, each)), grads, params, want)
 
 
+def test_a_state_is_split_as_its_parameters_not_as_xla_would():
+    """XLA would leave what a step makes of whole arrays whole on each device."""
+    mesh, whole = make_mesh("fsdp=4"), {"kernel": jnp.ones((8, 4))}
+    (split,) = jax.jit(lambda state: constrained(state, mesh))(replicate(whole, mesh)).values()
+    assert {shard.data.shape for shard in split.addressable_shards} == {(2, 4)}
+
+
 def test_the_whole_arrays_after_a_training(monkeypatch):
     """On one device, or on the host where they take more than half of a device's memory."""
     mesh, whole = make_mesh("fsdp=4"), {"kernel": jnp.arange(32.0).reshape(8, 4)}
@@ -185,22 +195,23 @@ def test_the_whole_arrays_after_a_training(monkeypatch):
         np.testing.assert_array_equal(got, whole["kernel"])
 
 
-@pytest.mark.parametrize("shape", ["data", "model=4", "data=0", "data=4,", "data=two", ""])
-def test_a_mesh_that_is_none(shape):
-    with pytest.raises(typer.BadParameter, match=r"is not one of data=N, fsdp=N, expert=N, tensor=N"):
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        *((shape, "is not one of data=N, fsdp=N, expert=N, tensor=N") for shape in ("model=4", "data=0", "data=4,")),
+        ("data=1,data=4", "'data=1,data=4' names data twice"),
+        ("data=2", "is for 2 devices, and there are 4"),
+    ],
+)
+def test_a_mesh_that_is_none(shape, says):
+    with pytest.raises(typer.BadParameter, match=says):
         make_mesh(shape)
 
 
 def test_what_does_not_fit():
-    with pytest.raises(typer.BadParameter, match="'data=1,data=4' names data twice"):
-        make_mesh("data=1,data=4")
-    with pytest.raises(typer.BadParameter, match="is for 2 devices, and there are 4"):
-        make_mesh("data=2")
     mesh = make_mesh("expert=4")
-    with pytest.raises(
-        typer.BadParameter,
-        match=r"expert=4 does not divide axis 1 of moe/gate \[2, 6, 4, 4\]: write a number that divides 6",
-    ):
+    says = r"expert=4 does not divide axis 1 of moe/gate \[2, 6, 4, 4\]: write a number that divides 6"
+    with pytest.raises(typer.BadParameter, match=says):
         shardings({"moe": {"gate": jnp.zeros((2, 6, 4, 4))}}, mesh)
     with pytest.raises(typer.BadParameter, match="a batch of 6 cannot be split evenly over the 4 devices"):
         rows_of_process(6, mesh)

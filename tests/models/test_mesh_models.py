@@ -17,7 +17,7 @@ import jaxops
 from jaxops.offload import Policy
 from models.data import images, packing
 from models.data.text import split
-from models.decoder import DecoderConfig, Experts, Latent
+from models.decoder import DecoderConfig, Latent
 from models.decoder import loss as decoder_loss
 from models.distributed.mesh import (
     AXES,
@@ -32,17 +32,15 @@ from models.distributed.mesh import (
     shard_state,
     split_of,
 )
-from models.dit.model import DiT, DiTConfig
-from models.dit.model import loss_fn as dit_loss
+from models.dit.model import DiTConfig
 from models.multimodal.experts import ModalityExperts
 from models.multimodal.interleaved import Room, Tokens, captioned, illustrated, lay_out
-from models.multimodal.loss import losses_of
-from models.multimodal.model import Multimodal, MultimodalConfig
+from models.multimodal.model import MultimodalConfig
 from models.training import dit as train_dit
 from models.training import lm as train_lm
 from models.training import loop
 from models.training import mm as train_mm
-from models.training.presets import MultimodalPreset, Preset
+from models.training.presets import DIT_PRESETS, MultimodalPreset, Preset, rates
 from tests.arrays import drawn_like, put
 from tests.compare import assert_close
 from tests.devices import needs_four
@@ -68,25 +66,29 @@ DECODERS = {
 LENGTHS = np.random.default_rng(1).integers(2, 30, 40)
 TEXT = np.random.default_rng(0).integers(0, 256, LENGTHS.sum(), dtype=np.uint8)
 CORPUS = split(packing.Documents(TEXT, np.cumsum([0, *LENGTHS])))
-DITS = {"dit": DiTConfig(1, 16, 4, 4, 3, 6, backend="xla"), "dit fp8": DiTConfig(1, 16, 4, 4, 3, 6, recipe="delayed")}
 MM = MultimodalConfig(
     vocab=36, patch_values=4, width=16, layers=1, heads=4, kv_heads=2, head_dim=6, text_experts=4, text_hidden=10,
     image_experts=8, image_hidden=14, top_k=2, qk_norm=True, tie_embeddings=True, backend="xla", unroll=True,
 )  # fmt: skip
 # Several parts' balancing losses have no mean that is the whole batch's: they are compared with one part, and below.
 MM_PRESET = MultimodalPreset(
-    model=MM, rows=28, predictions=16, documents=3, steps=8, learning_rate=1e-2, warmup_steps=1, eval_every=8,
-    balance_weight=0.0, image_weight=2.0, reading_noise=0.2,
+    model=MM, rows=28, predictions=16, documents=3, balance_weight=0.0, image_weight=2.0, reading_noise=0.2,
+    **rates(8, 1e-2, 1, 8),
 )  # fmt: skip
 MM_FP8 = dataclasses.replace(MM, unroll=False, kv_heads=4, tie_embeddings=False, recipe="delayed")
-MMS = {"mm": MM_PRESET, "mm fp8": dataclasses.replace(MM_PRESET, model=MM_FP8, balance_weight=0.1)}
+DIT, DIT_FP8 = DiTConfig(1, 16, 4, 4, 3, 6, backend="xla"), DiTConfig(1, 16, 4, 4, 3, 6, recipe="delayed")
+PACKED = {
+    "dit": train_dit.DitTask(DIT_PRESETS["demo"], DIT),
+    "dit fp8": train_dit.DitTask(DIT_PRESETS["demo"], DIT_FP8),
+    "mm": train_mm.MmTask(MM_PRESET),
+    "mm fp8": train_mm.MmTask(dataclasses.replace(MM_PRESET, model=MM_FP8, balance_weight=0.1)),
+}
 TOKENS, ROOM = Tokens(33, 34, 0), Room(28, 16, 3, patch=2, channels=1)
 
 
 def preset_of(config: DecoderConfig) -> Preset:
     """With a document a row: the devices count different numbers of tokens."""
-    schedule = {"steps": 8, "learning_rate": 1e-2, "warmup_steps": 1, "eval_every": 8}
-    return Preset(config, 8, 8, pack=False, buckets=1, balance_weight=0.1, **schedule)
+    return Preset(config, 8, 8, pack=False, buckets=1, balance_weight=0.1, **rates(8, 1e-2, 1, 8))
 
 
 def batches_of(preset: Preset) -> Callable[[int], packing.Batch]:
@@ -103,28 +105,39 @@ class Problem(NamedTuple):
 
 
 def decoder_problem(name: str, mesh: Any) -> Problem:
-    preset = preset_of(DECODERS[name])
-    plain = dataclasses.replace(preset.model, policy=None)
+    task = train_lm.LmTask(preset_of(DECODERS[name]))
+    plain = dataclasses.replace(task.preset.model, policy=None)
     graphdef, params, histories = nnx.split(model_of(plain), nnx.Param, ...)
     if mesh is not None:
-        graphdef = train_lm.sharded_graphdef(preset, mesh)
-    objective = functools.partial(train_lm.objective, preset, preset.pack)
-    batches = lambda step: jax.tree.map(lambda x: x[0], loop.place(batches_of(preset)(step), mesh))
-    return Problem(loop.make_value(graphdef, objective, mesh, training=True), params, histories, batches)
+        graphdef = task.sharded_graphdef(mesh)
+    batches = lambda step: jax.tree.map(lambda x: x[0], loop.place(batches_of(task.preset)(step), mesh))
+    return Problem(loop.make_value(graphdef, task.objective, mesh, training=True), params, histories, batches)
 
 
-def packed_problem(make: Callable, objective: Callable, in_turn: Callable, graph: Callable, batches, mesh) -> Problem:
+def packed_problem(name: str, parts: int, mesh: Any) -> Problem:
     """Of a model whose devices have batches of their own, which one device takes in turn."""
-    graphdef, params, histories = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+    task, batch_of = PACKED[name], dit_batch if name.startswith("dit") else mm_batch
+
+    def in_turn(model: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, loop.Measured]:
+        each = [jax.tree.map(lambda x, n=n: x[n], batch) for n in range(parts)]
+        losses = [
+            part.counted() * task.objective(model, part, jax.random.fold_in(key, n))[0] for n, part in enumerate(each)
+        ]
+        loss = sum(losses[1:], losses[0]) / batch.counted()
+        return loss, loop.Measured(loss)
+
+    graphdef, params, histories = nnx.split(nnx.eval_shape(lambda: task.model(nnx.Rngs(0))), nnx.Param, ...)
     # New modulations and last layers are zero, and would hide the rest.
     rng = np.random.default_rng(0)
     draw = lambda path, x: put(rng.normal(size=x.shape) / 4 + ("scale" in name_of(path)), x.dtype)
     params = jax.tree.map_with_path(draw, params)
     histories = jax.tree.map(lambda x: put(np.zeros(x.shape, x.dtype)), histories)
     if mesh is None:
-        return Problem(loop.make_value(graphdef, in_turn, None, training=True), params, histories, batches)
-    value = loop.make_value(graph(mesh), of_own_batch(objective, mesh), mesh, training=True)
-    return Problem(value, params, histories, lambda step: shard_batch(batches(step), mesh))
+        value = loop.make_value(graphdef, in_turn, None, training=True)
+        return Problem(value, params, histories, lambda step: batch_of(step, parts))
+    own = of_own_batch(task.objective, mesh)
+    value = loop.make_value(task.sharded_graphdef(mesh), own, mesh, training=True)
+    return Problem(value, params, histories, lambda step: shard_batch(batch_of(step, parts), mesh))
 
 
 def dit_batch(step: int, parts: int) -> images.Batch:
@@ -136,20 +149,6 @@ def dit_batch(step: int, parts: int) -> images.Batch:
     return images.Batch(rng.normal(size=(parts, 12, 4)).astype(np.float32), offsets, grids, labels)
 
 
-def dit_problem(name: str, parts: int, mesh: Any) -> Problem:
-    sizes = DITS[name]
-
-    def in_turn(model: DiT, batch: images.Batch, key: jax.Array) -> tuple[jax.Array, loop.Measured]:
-        each = [jax.tree.map(lambda x, n=n: x[n], batch) for n in range(parts)]
-        losses = [part.counted() * dit_loss(model, part, jax.random.fold_in(key, n)) for n, part in enumerate(each)]
-        loss = sum(losses[1:], losses[0]) / batch.counted()
-        return loss, loop.Measured(loss)
-
-    make = lambda: DiT(sizes, rngs=nnx.Rngs(0))
-    graph = functools.partial(train_dit.sharded_graphdef, sizes)
-    return packed_problem(make, train_dit.objective, in_turn, graph, lambda step: dit_batch(step, parts), mesh)
-
-
 def mm_batch(step: int, parts: int) -> Any:
     """Of two devices that share a part both have rows of an even one's image; one has no odd one's."""
     found = []
@@ -158,32 +157,6 @@ def mm_batch(step: int, parts: int) -> Any:
         read = captioned(text_of(5, 6), image_of(3, 3 + step % 2, seed=9 * step), TOKENS)
         found.append(lay_out([drawn] if part % 2 else [drawn, read], ROOM))
     return images.stack(found)
-
-
-def mm_problem(name: str, parts: int, mesh: Any) -> Problem:
-    preset = MMS[name]
-
-    def in_turn(model: Multimodal, batch: Any, key: jax.Array) -> tuple[jax.Array, loop.Measured]:
-        loss, rows, loads = 0.0, 0, []
-        how = {"time_shift": preset.time_shift, "reading_noise": preset.reading_noise}
-        for n in range(parts):
-            part = jax.tree.map(lambda x, n=n: x[n], batch)
-            losses, routed = losses_of(model, part, jax.random.fold_in(key, n), **how)
-            loss += losses.text + preset.image_weight * losses.image
-            rows += losses.predictions + losses.patches
-            loads.append(routed.load)
-        loss /= rows
-        return loss + preset.balance_weight * jnp.mean(routed.aux_loss), loop.Measured(loss, None, sum(loads))
-
-    make = lambda: Multimodal(preset.model, rngs=nnx.Rngs(0))
-    graph, objective = (functools.partial(of, preset) for of in (train_mm.sharded_graphdef, train_mm.objective))
-    return packed_problem(make, objective, in_turn, graph, lambda step: mm_batch(step, parts), mesh)
-
-
-def problem(name: str, parts: int, mesh: Any) -> Problem:
-    if name in DECODERS:
-        return decoder_problem(name, mesh)
-    return (dit_problem if name in DITS else mm_problem)(name, parts, mesh)
 
 
 class Outcome(NamedTuple):
@@ -198,7 +171,8 @@ def outcomes(name: str, shape: str, use_mesh: bool) -> list[Outcome]:
     """Of the first batch; of the decoder in FP8 also of the second one, with the scales of the first. Without gradients
     in FP8."""
     mesh = make_mesh(shape)
-    given = problem(name, parts_of(mesh), mesh if use_mesh else None)
+    over = mesh if use_mesh else None
+    given = decoder_problem(name, over) if name in DECODERS else packed_problem(name, parts_of(mesh), over)
     on = lambda tree: shard_state(tree, mesh) if use_mesh else tree
     params, histories, key = on(given.params), on(given.histories), jax.random.key(0)
     key, found, program = replicate(key, mesh) if use_mesh else key, [], None
@@ -259,18 +233,19 @@ def test_a_gradient_is_that_of_one_device(name):
 def test_a_step_keeps_the_state_split_and_compiles_once():
     """The state after a step is split as before it, the optimizer's too. The evaluation is that of one device."""
     config, mesh = dataclasses.replace(SPARSE, layers=1), make_mesh("fsdp=2,expert=2")
-    preset, losses = preset_of(config), []
+    task, losses = train_lm.LmTask(preset_of(config)), []
+    preset = task.preset
     for over in (None, mesh):
         graphdef, params, histories = nnx.split(model_of(config), nnx.Param, ...)
         state = loop.init_state(preset, jax.tree.map(jnp.copy, params), histories)
-        graphdef = graphdef if over is None else train_lm.sharded_graphdef(preset, over)
+        graphdef = graphdef if over is None else task.sharded_graphdef(over)
         state, key = shard_state(state, over), replicate(jax.random.key(0), over)
-        step = train_lm.make_step(graphdef, preset, over)
+        step = loop.make_step(graphdef, task, over)
         for number in range(2):
             state, _ = step(state, loop.place(batches_of(preset)(number), over), key)
         assert step._cache_size() == 1
         heldout = loop.place(train_lm.heldout_batches(preset, CORPUS.heldout), over)
-        losses.append(train_lm.make_evaluate(graphdef, preset, over)(state.params, state.histories, heldout, key))
+        losses.append(loop.make_evaluate(graphdef, task, over)(state.params, state.histories, heldout, key))
     np.testing.assert_allclose(*losses, rtol=1e-4)
     for part in (state.params, state.opt_state):
         assert {fraction(x) for x in matching(part, f"{MATRICES}|{EXPERTS}")} == {1 / 4}
@@ -294,27 +269,6 @@ def split_part(name: str, params, mesh) -> tuple[Any, Any]:
     """Of a model's part of this name: its parameters' specifications, and what gathers them inside `jax.shard_map`."""
     specs = jax.tree.map_with_path(lambda path, x: split_of((name, *path), x.shape, mesh), params)
     return specs, functools.partial(gather, splits=Splits.of({name: params}, mesh), within=name)
-
-
-def test_experts_count_all_tokens_once():
-    """Over expert=2,tensor=2, where each device counts the gathered tokens of all."""
-    (alone, params), (sharded, _) = (
-        nnx.split(nnx.eval_shape(lambda of=of: Experts(SPARSE, sharded=of, rngs=nnx.Rngs(0)))) for of in (False, True)
-    )
-    params = drawn_like(params, np.random.default_rng(1), 0.3)
-    x, mesh = put(np.random.default_rng(0).normal(size=(24, SPARSE.width)), jnp.float32), make_mesh("expert=2,tensor=2")
-    specs, whole = split_part("mlp", params, mesh)
-
-    def layer(params, x):
-        y, routed = nnx.merge(sharded, whole(params))(x)
-        return y, jax.tree.map(lambda x: x[None], routed).summed()
-
-    run = jax.shard_map(layer, mesh=mesh, in_specs=(specs, P(AXES)), out_specs=(P(AXES), P()))
-    (got, routed), (want, wanted) = jax.jit(run)(params, x), nnx.merge(alone, params)(x)
-    assert_close(got, want, "float32")
-    np.testing.assert_array_equal(routed.load[0], wanted.load)
-    np.testing.assert_allclose(routed.aux_loss[0], wanted.aux_loss, rtol=1e-6)
-    np.testing.assert_allclose(routed.z_loss[0], wanted.z_loss, rtol=1e-6)
 
 
 def test_modalities_count_all_rows_once():
@@ -372,9 +326,9 @@ def test_what_a_decoder_sends():
     """Of one block: all rows before attention and before the gated unit, in the compute dtype, never in float32."""
     preset = preset_of(dataclasses.replace(UNTIED, dtype="bfloat16", sinks=False))
     mesh, batch = make_mesh("data=2,tensor=2"), batches_of(preset)(0)
-    params = jax.eval_shape(lambda: train_lm.init_state(preset, 0)[1].params)
-    objective = functools.partial(train_lm.objective, preset, True)
-    value = loop.make_value(train_lm.sharded_graphdef(preset, mesh), objective, mesh, training=True)
+    task = train_lm.LmTask(preset)
+    params = jax.eval_shape(lambda: loop.first_state(task)[1].params)
+    value = loop.make_value(task.sharded_graphdef(mesh), task.heldout_objective, mesh, training=True)
     given = (params, nnx.State({}), jax.tree.map(lambda x: x[0], batch), jax.random.key(0))
     own, all_rows = ((16, 16), "bfloat16"), ((32, 16), "bfloat16")
 

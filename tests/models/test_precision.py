@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import io
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,41 +16,29 @@ from models.data.images import DataSet, Images
 from models.data.packing import Documents
 from models.data.text import Corpus
 from models.decoder import Decoder
-from models.dit.model import DiT
 from models.dit.model import generate as generate_images
 from models.generate.inference import for_inference
 from models.precision import PRECISIONS
 from models.training import dit as train_dit
 from models.training import lm as train_lm
-from models.training.loop import Run, init_state
-from models.training.presets import DiTPreset, Preset, of_bytes
+from models.training import loop
+from models.training.config import with_model
+from models.training.loop import Run
+from models.training.presets import DiTPreset, Preset, of_bytes, rates
 
 TINY_MOE = of_bytes(layers=1, width=16, heads=2, experts=2, top_k=1, hidden=8)
-TINY = Preset(
-    TINY_MOE, context=32, batch=4, steps=12, learning_rate=2e-2, warmup_steps=2, eval_every=12, eval_windows=8
-)
-TINY_DIT = DiTPreset(
-    layers=1, width=16, heads=2, tokens=40, images=4, steps=8, learning_rate=1e-2, warmup_steps=2, eval_every=4, ema=0.9
-)
+LM = Preset(TINY_MOE, context=32, batch=4, eval_windows=8, **rates(12, 2e-2, 2, 12))
+DIT = DiTPreset(layers=1, width=16, heads=2, tokens=40, images=4, ema=0.9, **rates(8, 1e-2, 2, 4))
+
+
+def in_fp8(preset, name: str):
+    return with_model(preset, **PRECISIONS[name]._asdict())
 
 
 def few_images(seed: int) -> DataSet:
     rng = np.random.default_rng(seed)
     images = Images([rng.integers(0, 256, (4, 6, 1), np.uint8) for _ in range(8)], np.arange(8, dtype=np.int32) % 2)
     return DataSet(images, images, ("one", "other"), 2, 1, 6, ((4, 6),))
-
-
-def abstract(model: str, precision: str) -> Any:
-    if model == "lm":
-        return nnx.eval_shape(
-            lambda: Decoder(train_lm.configure(TINY, None, "auto", PRECISIONS[precision]).model, rngs=nnx.Rngs(0))
-        )
-    return nnx.eval_shape(
-        lambda: DiT(
-            train_dit.configure(train_dit.with_precision(TINY_DIT, PRECISIONS[precision]), few_images(0)),
-            rngs=nnx.Rngs(0),
-        )
-    )
 
 
 def layers(model, *types) -> dict:
@@ -61,13 +48,12 @@ def layers(model, *types) -> dict:
 def test_training_in_delayed_scaling(tmp_path):
     """Every step appends to each history, evaluations do not; the returned model is in evaluation mode."""
     text = Documents(np.tile(np.frombuffer(b"abcdefgh", np.uint8), 64), np.array([0, 512]))
-    dense = dataclasses.replace(TINY, model=dataclasses.replace(TINY_MOE, experts=0, top_k=0))
-    preset = train_lm.configure(dense, None, "auto", PRECISIONS["fp8-delayed"])
+    preset = with_model(in_fp8(LM, "fp8-delayed"), experts=0, top_k=0)
     model, history = train_lm.train(preset, Corpus(text, text), "nats", Run(tmp_path, Console(file=io.StringIO())))
     assert history.heldout[-1][1] < history.heldout[0][1] - 0.5
     histories = jax.tree.leaves(nnx.state(model, AmaxHistory))
     assert [(h.shape, np.count_nonzero(h[0]), np.count_nonzero(h[1])) for layers in histories for h in layers] == 7 * [
-        ((2, 16), TINY.steps, TINY.steps)
+        ((2, 16), LM.steps, LM.steps)
     ]
     assert model.blocks.attention.q.use_running_average
 
@@ -86,18 +72,19 @@ def draw_two(model):
 @pytest.mark.parametrize("model", ["lm", "dit"])
 def test_every_program_in_delayed_scaling(model):
     """Traced only: a loop over the model raises if the model changes a history, as in evaluation and sampling."""
-    made, key = abstract(model, "fp8-delayed"), jax.random.key(0)
-    graphdef, params, histories = nnx.split(made, nnx.Param, AmaxHistory)
+    key = jax.random.key(0)
     if model == "lm":
-        preset = train_lm.configure(TINY, None, "auto", PRECISIONS["fp8-delayed"])
+        task = train_lm.LmTask(in_fp8(LM, "fp8-delayed"))
         text = Documents(np.tile(np.frombuffer(b"abcdefgh", np.uint8), 64), np.array([0, 512]))
-        batch = train_lm.make_batches(preset, text, train_lm.make_rows(preset, text))(1)
-        step, evaluate = train_lm.make_step(graphdef, preset), train_lm.make_evaluate(graphdef, preset)
+        batch = train_lm.make_batches(task.preset, text, train_lm.make_rows(task.preset, text))(1)
     else:
-        preset = train_dit.with_precision(TINY_DIT, PRECISIONS["fp8-delayed"])
-        batch = train_dit.make_batches(preset, few_images(0))(1)
-        step, evaluate = train_dit.make_step(graphdef, preset), train_dit.make_evaluate(graphdef)
-    state = jax.eval_shape(functools.partial(init_state, preset), params, histories)
+        preset, images = in_fp8(DIT, "fp8-delayed"), few_images(0)
+        task = train_dit.DitTask(preset, train_dit.configure(preset, images))
+        batch = train_dit.make_batches(preset, images)(1)
+    made = nnx.eval_shape(lambda: task.model(nnx.Rngs(0)))
+    graphdef, params, histories = nnx.split(made, nnx.Param, AmaxHistory)
+    step, evaluate = loop.make_step(graphdef, task), loop.make_evaluate(graphdef, task)
+    state = jax.eval_shape(functools.partial(loop.init_state, task.preset), params, histories)
     after, metrics = jax.eval_shape(step, state, batch, key)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     assert metrics.loss.shape == ()
@@ -115,7 +102,7 @@ def test_every_program_in_delayed_scaling(model):
 
 def test_dense_layers_alone_in_fp8():
     """The experts of a model without fp8_experts compute as those of one without a recipe."""
-    model = train_lm.configure(TINY, None, "auto", PRECISIONS["fp8-blockwise"]).model
+    model = in_fp8(LM, "fp8-blockwise").model
     chosen = {fp8: Decoder(dataclasses.replace(model, fp8_experts=fp8), rngs=nnx.Rngs(0)) for fp8 in (True, False)}
     plain = Decoder(dataclasses.replace(model, recipe=None), rngs=nnx.Rngs(0))
     products = {f"blocks.attention.{name}" for name in ("q", "k", "v", "out")}  # the experts' are no layers

@@ -17,14 +17,13 @@ from flax import nnx
 from jaxops.offload import Policy
 from models.data.images import Batch as ImageBatch
 from models.data.packing import Batch
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import DecoderConfig
 from models.distributed import mesh
-from models.distributed.mesh import make_mesh, of_own_batch, over
-from models.dit.model import DiT
+from models.distributed.mesh import make_mesh, of_own_batch
 from models.hf.config import OF_A_RUN
 from models.multimodal import show as show_mm
 from models.multimodal.interleaved import Room, lay_out
-from models.multimodal.model import Multimodal, MultimodalConfig
+from models.multimodal.model import MultimodalConfig
 from models.training import dit as train_dit
 from models.training import lm as train_lm
 from models.training import loop
@@ -179,21 +178,14 @@ def shapes_of(arrays: Any) -> Any:
 class OfLm:
     """The parts of a run of `lm`, each for some settings."""
 
+    task = train_lm.LmTask
     batch = Batch(*(jax.ShapeDtypeStruct((2, 8), dtype) for dtype in ("uint8", "uint8", "int32")))
 
     @staticmethod
-    def model(preset, **how):
-        return Decoder(preset.model, rngs=nnx.Rngs(preset.seed), **how)
-
-    objective = staticmethod(lambda preset: functools.partial(train_lm.objective, preset, preset.pack))
-
-    @staticmethod
     def batches(preset):
-        rows = train_lm.make_rows(preset, TEXT)
-        return [train_lm.make_batches(preset, TEXT, rows)(step) for step in range(3)]
+        return train_lm.make_batches(preset, TEXT, train_lm.make_rows(preset, TEXT))
 
     heldout = staticmethod(lambda preset: train_lm.heldout_batches(preset, TEXT))
-    make_step = staticmethod(train_lm.make_step)
 
 
 class OfDit:
@@ -205,15 +197,10 @@ class OfDit:
     )
 
     @staticmethod
-    def model(preset, **_):
-        sizes = train_dit.sizes_of(preset, token=4, classes=2, longest=12, crowd=None)
-        return DiT(sizes, rngs=nnx.Rngs(preset.seed))
+    def task(preset):
+        return train_dit.DitTask(preset, train_dit.sizes_of(preset, token=4, classes=2, longest=12, crowd=None))
 
-    objective = staticmethod(lambda _: train_dit.objective)
-
-    @staticmethod
-    def batches(preset):
-        return [train_dit.make_batches(preset, PICTURES)(step) for step in range(3)]
+    batches = staticmethod(lambda preset: train_dit.make_batches(preset, PICTURES))
 
     @staticmethod
     def read(preset, monkeypatch):
@@ -226,22 +213,11 @@ class OfDit:
         train_dit.sample(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), preset, PICTURES, 0)
         return found[0]
 
-    make_step = staticmethod(train_dit.make_step)
-
 
 class OfMm:
+    task = train_mm.MmTask
     batch = shapes_of(lay_out([], Room(48, 32, 8, 2, 1)))
-
-    @staticmethod
-    def model(preset, **how):
-        return Multimodal(preset.model, rngs=nnx.Rngs(preset.seed), **how)
-
-    objective = staticmethod(lambda preset: functools.partial(train_mm.objective, preset))
-
-    @staticmethod
-    def batches(preset):
-        preset, material = train_mm.prepare(preset, PAIRS)
-        return [train_mm.make_batches(preset, material)(step) for step in range(3)]
+    batches = staticmethod(lambda preset: train_mm.make_batches(*train_mm.prepare(preset, PAIRS)))
 
     @staticmethod
     def read(preset, monkeypatch):
@@ -255,8 +231,6 @@ class OfMm:
         monkeypatch.setattr(show_mm, "draw_captioned", lambda *_: None)
         show_mm.show(preset, None, PAIRS, train_mm.prepare(preset, PAIRS)[1], loop.Run(Path(), None))
         return found
-
-    make_step = staticmethod(train_mm.make_step)
 
 
 class ReadError(OSError):
@@ -284,30 +258,30 @@ def part_of(preset, name: str) -> Any:
     key = jax.eval_shape(lambda: jax.random.key(0))
     if name == "rates":
         return [float(make_learning_rate(preset)(step)) for step in range(12)]
-    if name in ("batches", "heldout"):
-        return jax.tree.map(lambda x: (x.shape, x.tolist()), getattr(of, name)(preset))
+    if name == "batches":
+        return jax.tree.map(lambda x: (x.shape, x.tolist()), [*map(of.batches(preset), range(3))])
+    if name == "heldout":
+        return jax.tree.map(lambda x: (x.shape, x.tolist()), of.heldout(preset))
     if name in ("read", "shown"):
         with pytest.MonkeyPatch.context() as patch:
             return getattr(of, name)(preset, patch)
+    task = of.task(preset)
+    model = lambda: task.model(nnx.Rngs(preset.seed))
     if name == "program":
         try:
-            return as_text(
-                jax.make_jaxpr(lambda batch, key: of.objective(preset)(of.model(preset), batch, key))(of.batch, key)
-            )
+            return as_text(jax.make_jaxpr(lambda batch, key: task.objective(model(), batch, key))(of.batch, key))
         except NotImplementedError as error:
             return str(error)  # of a backend that needs a GPU
+    graphdef, params, others = nnx.split(nnx.eval_shape(model), nnx.Param, ...)
     if name == "mesh":
         four = make_mesh("fsdp=4")
-        graphdef = over(nnx.eval_shape(lambda: of.model(preset, sharded=True)), four)
-        _, params, others = nnx.split(nnx.eval_shape(lambda: of.model(preset)), nnx.Param, ...)
-        objective = of.objective(preset) if of is OfLm else of_own_batch(of.objective(preset), four)
+        objective = of_own_batch(task.objective, four) if task.own_batches else task.objective
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape[of is OfLm :]), x.dtype), of.batch)
-        value = loop.make_value(graphdef, objective, four, training=False)
+        value = loop.make_value(task.sharded_graphdef(four), objective, four, training=False)
         return as_text(jax.make_jaxpr(value)(params, others, batch, key))
-    graphdef, params, others = nnx.split(nnx.eval_shape(lambda: of.model(preset)), nnx.Param, ...)
     state = jax.eval_shape(lambda *given: loop.init_state(preset, *given), params, others)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), of.batch)
-    return as_text(jax.make_jaxpr(of.make_step(graphdef, preset))(state, batch, key))
+    return as_text(jax.make_jaxpr(loop.make_step(graphdef, task))(state, batch, key))
 
 
 @pytest.mark.parametrize(

@@ -12,29 +12,17 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from models.data.images import DataSet, Images
 from models.data.packing import Documents
 from models.data.text import Corpus
-from models.training import dit as train_dit
 from models.training import lm as train_lm
 from models.training import loop
 from models.training.loop import Measured, Run, make_evaluate, make_step
-from models.training.presets import DiTPreset, Preset, of_bytes
-from models.training.report import History
+from models.training.presets import Preset, of_bytes, rates
 from models.training.schedule import Schedule
 
 STEPS, PENALTY = 12, 0.05
-SCHEDULE = Schedule(
-    steps=10,
-    learning_rate=0.1,
-    warmup_steps=3,
-    eval_every=5,
-    weight_decay=0.3,
-    clip_norm=4.0,
-    accumulate=2,
-    ema=0.3,
-    seed=0,
-)  # trained past its end; ema is reached after step 3, and some of the gradients are clipped
+# Trained past its end; ema is reached after step 3, and some of the gradients are clipped.
+SCHEDULE = Schedule(weight_decay=0.3, clip_norm=4.0, accumulate=2, ema=0.3, **rates(10, 0.1, 3, 5))
 
 
 class Points(NamedTuple):
@@ -51,11 +39,15 @@ class Points(NamedTuple):
         return self.x.size
 
 
-def line_objective(model: nnx.Linear, batch: Points, key: jax.Array) -> tuple[jax.Array, Measured]:
-    """Squared error against 3 x plus a random number, and a penalty that is not in the measured loss."""
-    error = model(batch.x[:, None])[:, 0] - (3 * batch.x + jax.random.normal(key))
-    loss = jnp.sum(jnp.where(batch.there, error**2, 0)) / jnp.sum(batch.there)
-    return loss + PENALTY * jnp.sum(model.kernel[...] ** 2), Measured(loss)
+class Line(loop.Task):
+    def model(self, rngs, *, sharded=False):
+        return nnx.Linear(1, 1, rngs=rngs)
+
+    def objective(self, model, batch, key):
+        """Squared error against 3 x plus a random number, and a penalty that is not in the measured loss."""
+        error = model(batch.x[:, None])[:, 0] - (3 * batch.x + jax.random.normal(key))
+        loss = jnp.sum(jnp.where(batch.there, error**2, 0)) / jnp.sum(batch.there)
+        return loss + PENALTY * jnp.sum(model.kernel[...] ** 2), Measured(loss)
 
 
 def points(seed: int, parts: int = 2) -> Points:
@@ -67,7 +59,7 @@ def points(seed: int, parts: int = 2) -> Points:
 
 
 def line() -> tuple[Any, nnx.State, nnx.State]:
-    return nnx.split(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    return nnx.split(Line(SCHEDULE).model(nnx.Rngs(0)), nnx.Param, ...)
 
 
 def numbers(params: nnx.State) -> np.ndarray:
@@ -92,7 +84,7 @@ def test_steps(freeze):
     graphdef, params, rest = line()
     w, trained = numbers(params), np.array([1, not freeze])
     schedule, key = dataclasses.replace(SCHEDULE, freeze=freeze), jax.random.key(7)
-    state, step = loop.init_state(schedule, params, rest), make_step(graphdef, schedule, line_objective)
+    state, step = loop.init_state(schedule, params, rest), make_step(graphdef, Line(schedule))
     mean, square, average, drawn, clipped = np.zeros(2), np.zeros(2), w.copy(), [], []
     for number in range(STEPS):
         batch = points(number)
@@ -136,7 +128,7 @@ def test_evaluation():
     """
     graphdef, params, rest = line()
     w, key, batches = numbers(params), jax.random.key(3), points(5, parts=3)
-    evaluate = make_evaluate(graphdef, line_objective)
+    evaluate = make_evaluate(graphdef, Line(SCHEDULE))
     draws = np.array([float(jax.random.normal(k)) for k in jax.random.split(key, 3)])[:, None]
     error = np.where(batches.there, w[0] * batches.x + w[1] - (3 * batches.x + draws), 0)
     for _ in range(2):
@@ -149,31 +141,23 @@ def test_an_evaluation_is_in_evaluation_mode():
     """A dropout layer zeroes half of its input in training, nothing in evaluation."""
     graphdef, params, rest = nnx.split(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Param, ...)
 
-    def share_of_zeros(model, batch, key):
-        loss = jnp.mean(model(batch.x, rngs=key) == 0)
-        return loss, Measured(loss)
+    class ShareOfZeros(loop.Task):
+        def objective(self, model, batch, key):
+            loss = jnp.mean(model(batch.x, rngs=key) == 0)
+            return loss, Measured(loss)
 
+    task = ShareOfZeros(SCHEDULE)
     batches = Points(jnp.ones((1, 1000)), jnp.ones((1, 1000), bool))
-    assert make_evaluate(graphdef, share_of_zeros)(params, rest, batches, jax.random.key(0)) == 0
-    value = jax.jit(loop.make_value(graphdef, share_of_zeros, None, training=True))
+    assert make_evaluate(graphdef, task)(params, rest, batches, jax.random.key(0)) == 0
+    value = jax.jit(loop.make_value(graphdef, task.objective, None, training=True))
     assert 0.4 < value(params, rest, jax.tree.map(lambda x: x[0], batches), jax.random.key(0))[0] < 0.6
 
 
 SPARSE = dataclasses.replace(of_bytes(layers=2, width=8, heads=2, experts=4, top_k=2, hidden=8), backend="xla")
 TINY = Preset(
-    SPARSE,
-    context=16,
-    batch=4,
-    steps=3,
-    learning_rate=0.1,
-    warmup_steps=1,
-    eval_every=3,
-    eval_windows=99,
-    ema=0.9,
-    pack=False,
-    buckets=1,
-    balance_weight=0.5,
-)
+    SPARSE, context=16, batch=4, eval_windows=99, ema=0.9, pack=False, buckets=1, balance_weight=0.5,
+    **rates(3, 0.1, 1, 3),
+)  # fmt: skip
 
 
 def text(start: int, count: int) -> Documents:
@@ -192,11 +176,12 @@ def test_the_objective_of_a_language_model():
     batch = jax.tree.map(lambda x: jnp.asarray(x[-1]), batch)
     inside = np.asarray(batch.documents) >= 0
     assert 0 < inside.sum() < inside.size
-    graphdef, state = train_lm.init_state(TINY, 0)
+    task = train_lm.LmTask(TINY)
+    graphdef, state = loop.first_state(task)
     model = nnx.merge(graphdef, state.params, state.histories)
     logits, routed = nnx.jit(lambda model: model(batch.tokens, batch.documents))(model)
     wanted = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets.astype(jnp.int32))[inside].mean()
-    loss, measured = nnx.jit(lambda model: train_lm.objective(TINY, True, model, batch, jax.random.key(0)))(model)
+    loss, measured = nnx.jit(lambda model: task.heldout_objective(model, batch, jax.random.key(0)))(model)
     np.testing.assert_allclose(measured.loss, wanted, rtol=1e-5)
     np.testing.assert_allclose(measured.balance, np.mean(routed.aux_loss), rtol=1e-5)
     np.testing.assert_allclose(loss, wanted + 0.5 * np.mean(routed.aux_loss), rtol=1e-5)
@@ -205,26 +190,31 @@ def test_the_objective_of_a_language_model():
 
 
 class Seen(NamedTuple):
-    """The arguments of a command's `train`, its first state, and the returned model."""
+    """What the steps got, the average that they left, the losses of evaluations, and the returned model."""
 
-    training: loop.Training
-    state: loop.TrainState
+    params: Any
+    batches: list
+    key: np.ndarray
+    average: Any
+    heldout: list
     model: Any
 
 
-def train_seen(module: Any, monkeypatch, out, *args) -> Seen:
-    """Without compiled steps: the average is set to other parameters."""
-    seen = []
+def train_seen(monkeypatch, out, preset: Preset) -> Seen:
+    """Without compiled steps: the first one sets the average to other parameters."""
+    seen: dict[str, Any] = {"batches": []}
 
-    def run_steps(training, state, run):
-        moved = lambda p: jnp.asarray(p + 0.1 * np.cos(np.arange(p.size, dtype=p.dtype)).reshape(p.shape))
-        other = jax.tree.map(moved, jax.tree.map(np.asarray, state.params))
-        seen[:] = [training, state._replace(average=other)]
-        return seen[1], History()
+    def step(state, batch, key):
+        host = jax.device_get(state.params)
+        average = jax.tree.map(lambda p: p + 0.1 * np.cos(np.arange(p.size, dtype=p.dtype)).reshape(p.shape), host)
+        seen["batches"].append(jax.device_get(batch))
+        seen.update(params=host, key=jax.device_get(jax.random.key_data(key)), average=average)
+        zero = jax.device_put(np.float32(0))
+        return state._replace(average=jax.device_put(average)), loop.Metrics(zero, None, None, *4 * [zero])
 
-    monkeypatch.setattr(loop, "run_steps", run_steps)
-    model, _ = module.train(*args, Run(out, Console(file=io.StringIO())))
-    return Seen(*seen, model)
+    monkeypatch.setattr(loop, "make_step", lambda *_: step)
+    model, history = train_lm.train(preset, CORPUS, "nats", Run(out, Console(file=io.StringIO())))
+    return Seen(**seen, heldout=history.heldout, model=model)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -233,9 +223,9 @@ def same(one: Any, other: Any) -> bool:
 
 def test_the_averaged_language_model_is_evaluated_and_kept(monkeypatch, tmp_path):
     """On the held-out documents, packed into rows, independent of each other."""
-    seen = train_seen(train_lm, monkeypatch, tmp_path, TINY, CORPUS, "nats")
+    seen = train_seen(monkeypatch, tmp_path, TINY)
     params = nnx.state(seen.model, nnx.Param)
-    assert same(params, seen.state.average)
+    assert same(params, seen.average)
     ends = CORPUS.heldout.offsets
     alone = np.zeros((len(ends) - 1, 16), np.int32)
     for row, start, end in zip(alone, ends[:-1], ends[1:], strict=True):
@@ -244,50 +234,14 @@ def test_the_averaged_language_model_is_evaluated_and_kept(monkeypatch, tmp_path
     nats = [
         -log_probs[row, i, alone[row, i + 1]] for row, length in enumerate(np.diff(ends)) for i in range(length - 1)
     ]
-    np.testing.assert_allclose(seen.training.evaluate(seen.state), np.mean(nats), rtol=1e-4)
+    assert [step for step, _ in seen.heldout] == [1, 3]
+    np.testing.assert_allclose([loss for _, loss in seen.heldout], np.mean(nats), rtol=1e-4)
 
 
-def flat(value: int, count: int) -> Images:
-    """Images of one colour and several sizes."""
-    return Images(
-        [np.full((2 * (2 + i % 2), 6, 1), value, np.uint8) for i in range(count)], np.arange(count, dtype=np.int32) % 2
-    )
-
-
-DIT = DiTPreset(
-    layers=1,
-    width=16,
-    heads=2,
-    tokens=20,
-    images=3,
-    steps=3,
-    learning_rate=0.1,
-    warmup_steps=1,
-    eval_every=3,
-    ema=0.9,
-    backend="xla",
-)
-DATA = DataSet(flat(0, 8), flat(255, 7), ("one", "other"), 2, 1, 9, ((4, 6),))
-
-
-@pytest.mark.parametrize(
-    ("module", "preset", "args"),
-    [(train_lm, TINY, (CORPUS, "nats")), (train_dit, DIT, (train_dit.configure(DIT, DATA), DATA))],
-    ids=["lm", "dit"],
-)
-def test_what_a_run_draws_from_its_seed(module, preset, args, monkeypatch, tmp_path):
+def test_what_a_run_draws_from_its_seed(monkeypatch, tmp_path):
     """Parameters, batches and keys; it trains on data that is not held out."""
-    zero, again, one = (
-        train_seen(module, monkeypatch, tmp_path, dataclasses.replace(preset, seed=seed), *args) for seed in (0, 0, 1)
-    )
-    drawn = lambda seen: (
-        seen.state.params,
-        jax.random.key_data(seen.training.key),
-        [seen.training.batches(step) for step in range(4)],
-    )
+    zero, again, one = (train_seen(monkeypatch, tmp_path, dataclasses.replace(TINY, seed=seed)) for seed in (0, 0, 1))
+    drawn = lambda seen: (seen.params, seen.key, seen.batches)
     assert same(drawn(zero), drawn(again))
     assert not any(same(mine, other) for mine, other in zip(drawn(zero), drawn(one), strict=True))
-    for step in range(4):
-        batch = zero.training.batches(step)
-        assert batch.tokens.max() < 100 if module is train_lm else batch.tokens.max() <= 0
-        assert batch.counted() > 0
+    assert all(batch.tokens.max() < 100 and batch.counted() > 0 for batch in zero.batches)

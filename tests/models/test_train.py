@@ -41,15 +41,7 @@ def test_the_command_that_generates(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["dit", "--data", "cats"],
-        ["lm", "--preset", "huge"],
-        ["dit", "--steps", "0"],
-        ["lm", "--precision", "fp4"],
-        ["lm", "--data", "digits"],
-        ["vae"],
-    ],
+    "words", ["dit --data cats", "lm --preset huge", "dit --steps 0", "lm --precision fp4", "lm --data digits", "vae"]
 )
-def test_a_bad_option_ends_the_command(arguments):
-    assert CliRunner().invoke(app, arguments).exit_code == 2
+def test_a_bad_option_ends_the_command(words):
+    assert CliRunner().invoke(app, words.split()).exit_code == 2

@@ -4,9 +4,6 @@ import dataclasses
 import functools
 import json
 import re
-import shutil
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,39 +22,19 @@ from models.multimodal.model import Multimodal, MultimodalConfig
 from models.multimodal.sampling import caption, draw
 from models.training import loop
 from models.training import mm as train_mm
-from models.training.mm import MmOptions, choose, main, prepare, train_documents
-from models.training.presets import MULTIMODAL_PRESETS, MultimodalPreset
-from tests.arrays import put
+from models.training.mm import main, prepare, train_documents
+from models.training.presets import MULTIMODAL_PRESETS, MultimodalPreset, rates
+from tests.arrays import drawn_like
 from tests.models.commands import check_step, watched
 
 MODEL = MultimodalConfig(
-    vocab=258,
-    patch_values=4,
-    width=16,
-    layers=1,
-    heads=2,
-    kv_heads=2,
-    head_dim=8,
-    text_experts=2,
-    text_hidden=16,
-    image_experts=2,
-    image_hidden=16,
-    top_k=1,
-    tie_embeddings=True,
-)
+    vocab=258, patch_values=4, width=16, layers=1, heads=2, kv_heads=2, head_dim=8, text_experts=2, text_hidden=16,
+    image_experts=2, image_hidden=16, top_k=1, tie_embeddings=True,
+)  # fmt: skip
 TINY = MultimodalPreset(
-    model=MODEL,
-    rows=48,
-    predictions=32,
-    documents=8,
-    steps=4,
-    learning_rate=1e-2,
-    warmup_steps=1,
-    eval_every=2,
-    ema=0.9,
-    sample_steps=2,
-    reading_noise=0.2,
-)
+    model=MODEL, rows=48, predictions=32, documents=8, ema=0.9, sample_steps=2, reading_noise=0.2,
+    **rates(4, 1e-2, 1, 2),
+)  # fmt: skip
 
 
 def two_kinds(count: int, seed: int) -> Pairs:
@@ -72,10 +49,6 @@ def two_kinds_data() -> PairData:
     return PairData(two_kinds(40, 0), two_kinds(10, 1), 2, 1)
 
 
-def run_tiny(out: Path, **options: Any) -> None:
-    main(data="two-kinds", preset="tiny", out=out, **options)
-
-
 @pytest.fixture(scope="module")
 def tiny():
     with pytest.MonkeyPatch.context() as patch:
@@ -87,11 +60,7 @@ def tiny():
 @pytest.fixture(scope="module")
 def command(tmp_path_factory, tiny):
     out = tmp_path_factory.mktemp("run")
-    return watched(train_mm, out, lambda: run_tiny(out, save_every=2))
-
-
-def logged(out: Path) -> list[dict]:
-    return [json.loads(line) | {"tokens_per_s": 0} for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return watched(out, lambda: main(data="two-kinds", preset="tiny", out=out))
 
 
 def test_what_is_printed_and_written(command):
@@ -100,7 +69,7 @@ def test_what_is_printed_and_written(command):
     assert re.search(r"[0-9.]+% of the rows had a loss", command.printed)
     for name in ("samples.png", "report.png"):
         assert (command.out / name).read_bytes().startswith(b"\x89PNG")
-    rows = logged(command.out)
+    rows = [json.loads(line) for line in (command.out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[0]["loss"] > 4, "a byte of 258, and noise and image"
     assert all(0.9 < row["balance"] < 2.1 for row in rows)
@@ -110,25 +79,11 @@ def test_step(command):
     check_step(command)
 
 
-def test_a_resumed_run_is_the_same_run(command, tiny, tmp_path, monkeypatch):
-    whole, out = logged(command.out), tmp_path / "resumed"
-    shutil.copytree(command.out, out)
-    shutil.rmtree(out / "checkpoints" / "4")
-    for name in ("plot_report", "show"):
-        monkeypatch.setattr(train_mm, name, lambda *_: None)
-    run_tiny(out, save_every=2, resume=True)
-    assert logged(out) == whole
-    with pytest.raises(typer.BadParameter, match=r"image_weight is 1\.0 there and 2\.0 here"):
-        run_tiny(out, save_every=2, resume=True, set=["image_weight=2"])
-    assert choose(MmOptions(config=out / "config.yaml", preset="tiny")).rows == 48
-
-
 @pytest.fixture(scope="module")
 def model():
     """With random parameters: initially each image's block is the identity."""
     model = nnx.eval_shape(lambda: Multimodal(MODEL, rngs=nnx.Rngs(0)))
-    rng = np.random.default_rng(0)
-    nnx.update(model, jax.tree.map(lambda p: put(rng.normal(size=p.shape) / 4, p.dtype), nnx.state(model)))
+    nnx.update(model, drawn_like(nnx.state(model), np.random.default_rng(0), 0.25))
     model.eval()
     return model
 
@@ -212,9 +167,10 @@ def test_an_evaluation_is_of_clean_images_and_averaged_weights(model):
     preset, key = dataclasses.replace(TINY, reading_noise=0.9), jax.random.key(0)
     graphdef, average, histories = nnx.split(model, nnx.Param, AmaxHistory)
     state = loop.TrainState(jax.tree.map(jnp.zeros_like, average), histories, average, (), jnp.int32(0))
-    evaluate = loop.heldout_loss(train_mm.make_evaluate(graphdef, preset), images.stack(batches), key, None)
-    assert float(evaluate(state)) == pytest.approx(np.mean(losses), rel=1e-5)
-    assert float(evaluate(state._replace(average=None))) == pytest.approx(np.log(258), rel=1e-5), "all weights zero"
+    evaluate, heldout = loop.make_evaluate(graphdef, train_mm.MmTask(preset)), images.stack(batches)
+    of = lambda state: float(evaluate(loop.kept(state), histories, heldout, key))
+    assert of(state) == pytest.approx(np.mean(losses), rel=1e-5)
+    assert of(state._replace(average=None)) == pytest.approx(np.log(258), rel=1e-5), "all weights zero"
 
 
 def test_shares_are_of_each_modality():

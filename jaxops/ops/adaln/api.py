@@ -179,9 +179,10 @@ def _check(
     check_choice("activation", activation, (None, *ACTIVATIONS))
     out = check_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype, (*FLOATS, *FP8)).name
     offsets = np.array([0, T], np.int32) if offsets is None else offsets
-    given: dict[str, Any] = {"x": x, "h": rows.get("h"), "offsets": offsets} | modulation | affine
+    given = {"x": x, "h": rows.get("h"), "offsets": offsets} | modulation | affine
+    operands: list[Any] = [given.get(name) for name in Arrays._fields]
     spec = Spec(norm, check_number("epsilon", epsilon, 0), activation, per_row, out)
-    return spec, Arrays(*(given.get(name) for name in Arrays._fields))
+    return spec, Arrays(*operands)
 
 
 def _is_per_row(per: str | None, modulation: dict, T: int, first: str, offsets) -> bool:

@@ -21,7 +21,6 @@ from jaxops.described import descriptions
 from jaxops.ops import adaln, cached_attention, packed_attention, permute, route
 from jaxops.ops.cached_attention import plan as cached_plan
 from jaxops.ops.packed_attention import plan as packed_plan
-from tests.contracts.run import is_float
 from tests.hopper import costs_of, lower_for_h200, on_h200
 from tests.plans import choices
 
@@ -38,68 +37,55 @@ PLANNERS = {name: described.tuning.planner for name, described in descriptions()
 # Tiles
 
 
-def adaln_is_legal(name: str, p: adaln.Problem, device: Device, tiles: adaln.Tiles) -> bool:
-    """A row is held in registers: less than twice its columns."""
-    held = -(-p.D // tiles.block) * tiles.block
-    return tiles.block <= max(32, 2 * p.D) and held < max(64, p.D + tiles.block)
+def columns(tiles: Any, D: int) -> int:
+    return -(-D // tiles.block) * tiles.block
 
 
-def route_is_legal(name: str, p: route.Problem, device: Device, tiles: route.Tiles) -> bool:
-    """At most 64 scores a thread are in registers."""
-    return tiles.step * power_of_2(p.E) <= 64 * 32 * tiles.warps
+# (pass, problem, device, tiles) -> whether a kernel can have them. adaln holds a row in registers: less than twice its
+# columns. route has at most 64 scores a thread; permute 1 to 16 loads of 16 bytes, of columns most of which are there.
+LEGAL: dict[str, Callable[[str, Any, Device, Any], bool]] = {
+    "adaln": lambda name, p, device, tiles: tiles.block <= max(32, 2 * p.D)
+    and columns(tiles, p.D) < max(64, p.D + tiles.block),
+    "route": lambda name, p, device, tiles: tiles.step * power_of_2(p.E) <= 64 * 32 * tiles.warps,
+    "permute": lambda name, p, device, tiles: (loads := tiles.rows * tiles.block / (32 * tiles.warps * p.lane)) >= 1
+    and loads * tiles.choices <= 16 and (columns(tiles, p.D) < 2 * p.D or p.D < 256),
+    "packed_attention": lambda name, p, device, tiles: packed_plan.shared_bytes(name, tiles, p) <= SHARED[device.kind],
+    "cached_attention": lambda name, p, device, tiles: cached_plan.shared_bytes(tiles, p) <= SHARED[device.kind],
+}  # fmt: skip
 
 
-def permute_is_legal(name: str, p: permute.Problem, device: Device, tiles: permute.Tiles) -> bool:
-    """A thread loads 16 bytes at a time, and holds at most 16 such loads; fewer columns are missing than are there."""
-    held, columns = tiles.rows * tiles.block / (32 * tiles.warps), -(-p.D // tiles.block) * tiles.block
-    return p.lane <= held and held * tiles.choices <= 16 * p.lane and (columns < 2 * p.D or p.D < 256)
-
-
-def packed_is_legal(name: str, p: packed_attention.Problem, device: Device, tiles: packed_attention.Tiles) -> bool:
-    return packed_plan.shared_bytes(name, tiles, p) <= SHARED[device.kind]
-
-
-def cached_is_legal(name: str, p: cached_attention.Problem, device: Device, tiles: cached_attention.Tiles) -> bool:
-    return cached_plan.shared_bytes(tiles, p) <= SHARED[device.kind]
-
-
-def problems() -> Iterator[tuple[str, Callable, Any, Device]]:
+def problems() -> Iterator[tuple[str, Any, Device]]:
     for T, D, B in itertools.product((0, 700, 1 << 20), (1, 37, 64, 1000, 1024, 2432, 16384, 40_000), (0, 5000)):
         for dtype, gated in (("bfloat16", True), ("float32", False)):
-            yield "adaln", adaln_is_legal, adaln.Problem(T, D, B, dtype, gated), H200
+            yield "adaln", adaln.Problem(T, D, B, dtype, gated), H200
     for T, E in itertools.product((0, 1, 4096, 32768, 1 << 20), (1, 3, 8, 60, 128, 160, 256, 1000, 5000)):
-        yield "route", route_is_legal, route.Problem(T, E), H200
+        yield "route", route.Problem(T, E), H200
     for D, k in itertools.product((1, 7, 64, 768, 2048, 2880, 7168, 16384), (1, 2, 6, 8, 70)):
-        yield "permute", permute_is_legal, permute.Problem(4096, D, k, "bfloat16"), H200
-        yield "permute", permute_is_legal, permute.Problem(4096, D, k, "float32"), H200
+        yield "permute", permute.Problem(4096, D, k, "bfloat16"), H200
+        yield "permute", permute.Problem(4096, D, k, "float32"), H200
     for H, dtype, kind in itertools.product((1, 24, 64, 80, 128, 192, 256), ("bfloat16", "float32"), SHARED):
         change, device = {"head_dim": H, "dtype": dtype}, Device(kind, "gpu")
-        yield "packed_attention", packed_is_legal, dataclasses.replace(PACKED, **change), device
-        yield "cached_attention", cached_is_legal, dataclasses.replace(CACHED, **change), device
+        yield "packed_attention", dataclasses.replace(PACKED, **change), device
+        yield "cached_attention", dataclasses.replace(CACHED, **change), device
 
 
-@pytest.mark.parametrize("op", ["adaln", "route", "permute", "packed_attention", "cached_attention"])
+@pytest.mark.parametrize("op", LEGAL)
 def test_heuristic_and_candidates_are_legal(op):
     """Tiles raise for what no kernel supports. The heuristic's come first, and none twice."""
     planner = PLANNERS[op]
-    for name, is_legal, problem, device in problems():
+    for name, problem, device in problems():
         for each in planner.passes if name == op else ():
             found = planner.candidates(each, problem, device)
             plan = planner.make_plan(problem, device, backend="pallas")
             assert found[0] == getattr(plan, each)
             assert len(set(found)) == len(found)
-            assert all(is_legal(each, problem, device, tiles) for tiles in found), (each, problem)
+            assert all(LEGAL[op](each, problem, device, tiles) for tiles in found), (each, problem)
 
 
-@pytest.mark.parametrize("E", [1, 8, 160, 5000])
-def test_few_programs_count_tokens(E):
-    for T in (0, 1, 4096, 32768, 1 << 20):
-        rows = route.make_plan(route.Problem(T, E), H200).fwd.rows
-        assert -(-T // rows) <= max(1056, T // 64)
-
-
-def test_few_tokens_with_groups():
-    """Several warps would spill the registers that groups take."""
+def test_programs_of_a_route():
+    """Few programs count tokens. With groups several warps would spill the registers that these take."""
+    for T, E in itertools.product((0, 1, 4096, 32768, 1 << 20), (1, 8, 160, 5000)):
+        assert -(-T // route.make_plan(route.Problem(T, E), H200).fwd.rows) <= max(1056, T // 64)
     assert route.make_plan(route.Problem(16, 256), H200).fwd == route.Tiles(16, 16, 8)
     assert route.make_plan(route.Problem(16, 256, groups=8), H200).fwd == route.Tiles(2, 2)
 
@@ -281,7 +267,7 @@ def f32(*sizes: int) -> jax.ShapeDtypeStruct:
 
 
 def floats(tree: Any) -> list:
-    return [x for x in jax.tree.leaves(tree) if is_float(x)]
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
 def lowered(call: Callable, *operands: Any, wrt: int) -> str:

@@ -12,7 +12,7 @@ from jax import lax
 from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.planning.device import Device
 from jaxops._lib.planning.plans import AMPERE, BasePlan, Call, Planner, check_fields
-from jaxops.ops.packed_attention.cudnn import cudnn_cannot
+from jaxops.ops.packed_attention.cudnn import cudnn_missing
 
 PASSES = ("fwd", "dq", "dkv")
 
@@ -115,9 +115,17 @@ class Problem:
     longest: int | None = None
 
 
-def _cudnn_cannot(problem: Problem, device: Device) -> str:
-    p = problem
-    return cudnn_cannot(p.dtype, p.head_dim, plain=p.mask != "rows" and not p.cross, device=device)
+def _cudnn_cannot(p: Problem, device: Device) -> str:
+    """Why cuDNN cannot run it; "" where it can."""
+    if not device.has(AMPERE):
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or newer, and this is {device.kind}"
+    if p.dtype == "float32":
+        return "it has bfloat16 and float16 only, and q is float32"
+    if p.mask == "rows" or p.cross:
+        return "its ragged layout has no window, no visible_until and no kv_offsets"
+    if p.head_dim % 8 or p.head_dim > 128:
+        return f"it takes a head_dim of at most 128, a multiple of 8, and this is {p.head_dim}"
+    return cudnn_missing()
 
 
 _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory

@@ -33,6 +33,15 @@ def check_float(name: str, x: jax.Array, shape: str) -> None:
         raise TypeError(f"{name} is {dtype}; the kernels take {known}. Cast it, e.g. {name}.astype(jnp.bfloat16).")
 
 
+def check_exact(name: str, x, dtype: str, axes: str, shape: tuple[int, ...], what: str) -> None:
+    """x has this dtype and shape. axes: of the shape, as "[T]". what: an element is, as "True for each that counts"."""
+    check_array(name, x, f"a {dtype} array {axes}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {axes} = {shape}, {what}.")
+    if x.dtype != dtype:
+        raise TypeError(f"{name} is {x.dtype}; write {name}.astype(jnp.{dtype}).")
+
+
 def check_dtype(name: str, dtype, known: tuple[str, ...] = ()) -> jnp.dtype:
     """The dtype, whose name must be in `known` unless that is empty."""
     needed = f"it must be one of {', '.join(known)}." if known else "it must be a dtype, such as jnp.float32."

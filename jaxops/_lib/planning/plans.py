@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from jaxops._lib.planning.device import Capability, Device, warn_once
+from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.planning.device import Capability, Device, device_of, warn_once
 from jaxops._lib.planning.recorded import Decision, Source, note, watched
+from jaxops._lib.planning.tuned import tuned_rows
 
 AMPERE, ADA = (8, 0), (8, 9)  # compute capabilities: the least of the Pallas kernels, and the least with FP8
 
@@ -139,6 +141,13 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
             # What `others` has decided is a part of this decision.
             decisions[before:] = [Decision(self.op, problem, given, made, sources, tuple(decisions[before:]))]
         return made
+
+    def prepare(self, problem: ProblemT, backend: str, plan: PlanT | None, *operands: Any) -> tuple[Any, ...]:
+        """What an op does between its checks and its kernels: (the plan on the operands' device, with its tuned rows,
+        and the operands, pytrees, as `vary_together` marks them)."""
+        device = device_of(*operands)
+        plan = self.make_plan(problem, device, tuned_rows(self.op, device), backend=backend, plan=plan)
+        return plan, *vary_together(*operands)
 
     def candidates(self, pass_name: str, problem: ProblemT, device: Device, kernel: str = "pallas") -> list[TilesT]:
         """Tiles worth measuring for one pass, without repeats: the heuristic's first."""

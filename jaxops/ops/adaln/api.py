@@ -17,33 +17,22 @@ from jaxops._lib.arrays.checks import (
     check_size,
 )
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
-from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.numerics.activations import ACTIVATIONS
 from jaxops._lib.numerics.fp8 import BLOCK, FP8, Quantized
-from jaxops._lib.planning.device import device_of
-from jaxops._lib.planning.tuned import tuned_rows
-from jaxops.ops.adaln.bwd_pallas import backward_pallas
-from jaxops.ops.adaln.fwd_pallas import forward_pallas
-from jaxops.ops.adaln.plan import PER, STATS, Arrays, Plan, Problem, Spec, make_plan
+from jaxops.ops.adaln.kernels_pallas import backward_pallas, forward_pallas
+from jaxops.ops.adaln.plan import PER, PLANNER, STATS, Arrays, Plan, Problem, Spec
 from jaxops.ops.adaln.xla import backward_xla, forward_xla
+
+Norm = Literal["layer", "rms"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] | None
+Per = Literal["sequence", "row"] | None
 
 
 def adaln(
-    x: jax.Array,
-    scale: jax.Array,
-    shift: jax.Array,
-    sequence_offsets: jax.Array | None = None,
-    *,
-    norm: Literal["layer", "rms"] = "layer",
-    weight: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    epsilon: float = 1e-6,
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] | None = None,
-    per: Literal["sequence", "row"] | None = None,
-    out_dtype=None,
-    backend: str = "auto",
-    plan: Plan | None = None,
-) -> Any:
+    x: jax.Array, scale: jax.Array, shift: jax.Array, sequence_offsets: jax.Array | None = None, *,
+    norm: Norm = "layer", weight: jax.Array | None = None, bias: jax.Array | None = None, epsilon: float = 1e-6,
+    activation: Activation = None, per: Per = None, out_dtype=None, backend: str = "auto", plan: Plan | None = None,
+) -> Any:  # fmt: skip
     """Adaptive layer norm over packed sequences: `act(norm(x[t]) * weight + bias) * (1 + scale[s]) + shift[s]`, with s
     the sequence of row t.
 
@@ -97,23 +86,11 @@ def adaln(
 
 
 def gated_residual_adaln(
-    residual: jax.Array,
-    h: jax.Array,
-    gate: jax.Array,
-    scale: jax.Array,
-    shift: jax.Array,
-    sequence_offsets: jax.Array | None = None,
-    *,
-    norm: Literal["layer", "rms"] = "layer",
-    weight: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    epsilon: float = 1e-6,
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] | None = None,
-    per: Literal["sequence", "row"] | None = None,
-    out_dtype=None,
-    backend: str = "auto",
-    plan: Plan | None = None,
-) -> tuple[jax.Array, Any]:
+    residual: jax.Array, h: jax.Array, gate: jax.Array, scale: jax.Array, shift: jax.Array,
+    sequence_offsets: jax.Array | None = None, *, norm: Norm = "layer", weight: jax.Array | None = None,
+    bias: jax.Array | None = None, epsilon: float = 1e-6, activation: Activation = None, per: Per = None,
+    out_dtype=None, backend: str = "auto", plan: Plan | None = None,
+) -> tuple[jax.Array, Any]:  # fmt: skip
     """`new = residual + gate[s] * h` and `y = adaln(new, scale, shift)` in one pass: between the halves of a DiT block.
 
     As `gated_residual` and then `adaln`, to the rounding of the new residual. Rows outside all sequences keep their
@@ -150,15 +127,9 @@ def gated_residual_adaln(
 
 
 def gated_residual(
-    residual: jax.Array,
-    h: jax.Array,
-    gate: jax.Array,
-    sequence_offsets: jax.Array | None = None,
-    *,
-    per: Literal["sequence", "row"] | None = None,
-    backend: str = "auto",
-    plan: Plan | None = None,
-) -> jax.Array:
+    residual: jax.Array, h: jax.Array, gate: jax.Array, sequence_offsets: jax.Array | None = None, *,
+    per: Per = None, backend: str = "auto", plan: Plan | None = None,
+) -> jax.Array:  # fmt: skip
     """The end of a block: `residual[t] + gate[s] * h[t]`, s the sequence of row t. Rows outside keep their residual.
 
     >>> import jax.numpy as jnp, jaxops
@@ -209,8 +180,9 @@ def _check(
     out = check_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype, (*FLOATS, *FP8)).name
     offsets = np.array([0, T], np.int32) if offsets is None else offsets
     given = {"x": x, "h": rows.get("h"), "offsets": offsets} | modulation | affine
+    operands: list[Any] = [given.get(name) for name in Arrays._fields]
     spec = Spec(norm, check_number("epsilon", epsilon, 0), activation, per_row, out)
-    return spec, Arrays(*vary_together(*(given.get(name) for name in Arrays._fields)))
+    return spec, Arrays(*operands)
 
 
 def _is_per_row(per: str | None, modulation: dict, T: int, first: str, offsets) -> bool:
@@ -238,9 +210,9 @@ def _is_per_row(per: str | None, modulation: dict, T: int, first: str, offsets) 
 
 def _run(spec: Spec, arrays: Arrays, backend: str, plan: Plan | None) -> tuple[Any, Any]:
     """The new residual (None without a gate), and y (None without norm)."""
-    (T, D), B, device = arrays.x.shape, arrays.offsets.shape[0] - 1, device_of(arrays)
-    problem = Problem(T, D, B, arrays.x.dtype.name, arrays.gate is not None, spec.out_dtype in FP8)
-    plan = make_plan(problem, device, tuned_rows("adaln", device), backend=backend, plan=plan)
+    (T, D), B = arrays.x.shape, arrays.offsets.shape[0] - 1
+    problem = Problem(T, D, B, jnp.dtype(arrays.x.dtype).name, arrays.gate is not None, spec.out_dtype in FP8)
+    plan, arrays = PLANNER.prepare(problem, backend, plan, arrays)
     if 0 in (T, D, B):  # no row is in a sequence
         results = {"residual": arrays.x, "y": jnp.zeros((T, D), spec.out_dtype)}
         results["y_scales"] = jnp.zeros((-(-D // BLOCK), T), jnp.float32)

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jaxops._lib.arrays.powers import covering, power_of_2
-from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.device import Capability, Device
 from jaxops._lib.planning.plans import ADA, AMPERE, BasePlan, Call, Planner, check_fields
 
 PASSES = ("fwd", "bwd")
@@ -124,14 +124,8 @@ _PROGRAM_ROWS = 8
 def _spread(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
     """Fewer rows a program where all of them would make fewer than 2,048 warps, 16 a multiprocessor of an H200; in fwd
     without a gate down to 8 steps, where they would make fewer than 6,336, 48 a multiprocessor. In bwd without a gate,
-    whose programs each write a part of the sums, 300 programs are enough where sequences are long.
-
-    H200, 2026-11-21, forward and backward of [16384, 1024]: 64 rows a program 80 us, 16 rows 60 us; [4096, 3072]: 92
-    and 59 us. H100 80GB HBM3, 2026-11-26, forward with 16, 8 and 4 rows: [30011, 1152] 55.6, 51.0 and 50.6 us; [24001,
-    1536] 58.4, 55.3 and 55.8; with a gate not measured. Forward and backward with 64, 32 and 16 rows: [30011, 1152] in
-    seven sequences 145, 157 and 159 us, in 128 155, 163 and 154; [24001, 1536] 149, 159, 159 and 162, 166, 161;
-    [16384, 1024] in 16 sequences 93, 76 and 81 (profiles/adaln_rows.csv). Also fewer in bwd where the last of a few
-    waves of programs would be nearly empty.
+    whose programs each write a part of the sums, 300 programs are enough where sequences are long; and fewer rows where
+    the last of a few waves of programs would be nearly empty. docs/notes/2026-11-28_tiles_of_row_ops.md has the times.
     """
     T, least = problem.T, max(tiles.step, {"fwd": 4, "bwd": 16}[pass_name])
     few_suffice = pass_name == "bwd" and not problem.gated and T >= 256 * problem.B
@@ -165,8 +159,7 @@ def _resident(tiles: Tiles, problem: Problem) -> int:
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     if call.backend == "xla" or call.plan.save_stats is not None:
         return {"save_stats": call.plan.save_stats if call.backend != "xla" else None}
-    # H200, 2026-11-21, bfloat16: with a gate the backward takes 925 instead of 995 us (D 4096) and 711 instead of 749
-    # (D 3072), for 1 % more forward; without a gate, saving gains nothing.
+    # With a gate the backward is 5 to 7 % faster, for 1 % more forward; without a gate, saving gains nothing.
     return {"save_stats": call.problem.gated and call.problem.D >= 2048}
 
 
@@ -182,8 +175,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     columns = -(-problem.D // block) * block
     warps = 1 << max(0, min(4 if pass_name == "fwd" else 5, (columns // 512 - 1).bit_length() if columns > 512 else 0))
     if 2048 < columns <= 2560 and (pass_name == "bwd" or not problem.gated):
-        # [20011, 2432], 2026-11-26: forward and backward on an H200 174 us, 190 with 8; forward on an H100 71.7, 78.9
-        warps = 4
+        warps = 4  # 8 % faster than 8
     rows = 16 if pass_name == "fwd" else 64
     tiles = Tiles(rows, max(1, min(8, 512 // max(columns, 1))), block, warps, ahead=True)
     return _spread(pass_name, tiles, problem, device)
@@ -201,15 +193,9 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
             yield Tiles(rows, step, block, warps, ahead)
 
 
-PLANNER = Planner(
-    Plan,
-    Tiles,
-    PASSES,
-    heuristic,
-    _search,
-    _key,
-    lambda problem: ADA if problem.fp8 else AMPERE,
-    fit=_fit,
-    others=_others,
-)
+def _needs(problem: Problem) -> Capability:
+    return ADA if problem.fp8 else AMPERE
+
+
+PLANNER = Planner(Plan, Tiles, PASSES, heuristic, _search, _key, _needs, fit=_fit, others=_others)
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -6,14 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.arrays.checks import check_array, check_float, check_integer, check_number, type_name
+from jaxops._lib.arrays.checks import check_exact, check_float, check_integer, check_number, type_name
 from jaxops._lib.arrays.differentiable import differentiable_as
-from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.precision import resolve_precision
-from jaxops._lib.planning.device import device_of
-from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.cached_attention.fwd_pallas import cached_pallas
-from jaxops.ops.cached_attention.plan import Plan, Problem, make_plan
+from jaxops.ops.cached_attention.plan import PLANNER, Plan, Problem
 from jaxops.ops.cached_attention.xla import Attended, Options, cached_xla
 
 
@@ -85,12 +82,11 @@ def cached_attention(
     epsilon = check_number("epsilon", epsilon, 0)
     precision, compute = resolve_precision(precision, k_cache.dtype)
     options = Options(factor, epsilon, window, precision, compute.name)
-    device = device_of(qkv, k_cache, at)
     problem = Problem(B, N, K, options.seen(S), H, k_cache.dtype.name)
-    plan = make_plan(problem, device, tuned_rows("cached_attention", device), backend=backend, plan=plan)
+    plan, *operands = PLANNER.prepare(problem, backend, plan, qkv, k_cache, v_cache, at, sinks, weights, turns)
     if S == 0:
         return jnp.zeros((B, N, H), qkv.dtype), k_cache, v_cache
-    return _attend(options, plan, *vary_together(qkv, k_cache, v_cache, at, sinks, weights, turns))
+    return _attend(options, plan, *operands)
 
 
 def _check_shapes(qkv: jax.Array, k_cache: jax.Array, v_cache: jax.Array, at: jax.Array) -> None:
@@ -107,31 +103,24 @@ def _check_shapes(qkv: jax.Array, k_cache: jax.Array, v_cache: jax.Array, at: ja
         raise ValueError(
             f"qkv has {every} heads; needed are a multiple of {K} of queries, then {K} of keys and {K} of values."
         )
-    check_array("at", at, "int32 [B]")
-    if at.shape != (B,):
-        raise ValueError(f"at has shape {at.shape}; needed is [{B}], a position of each row.")
-    if at.dtype != jnp.int32:
-        raise TypeError(f"at is {at.dtype}; write at.astype(jnp.int32).")
+    check_exact("at", at, "int32", "[B]", (B,), "a position of each row")
 
 
 def _pair(name: str, pair: Any, shape: tuple[int | None, ...], what: str) -> tuple[jax.Array, ...] | None:
-    """Both arrays in float32; None in the shape stands for any size."""
+    """Both arrays in float32, of one shape; None in the shape stands for any size."""
     if pair is None:
         return None
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(f"{name} is {type_name(pair)}; needed is a pair of arrays, each {what}.")
-    return tuple(_float32(f"{name}[{i}]", x, shape, what) for i, x in enumerate(pair))
+    first = _float32(f"{name}[0]", pair[0], shape, what)
+    return first, _float32(f"{name}[1]", pair[1], first.shape, what)
 
 
 def _rotary_pair(rotary: Any, B: int, head_dim: int) -> tuple[jax.Array, ...] | None:
     """None also where no feature is rotated."""
     pair = _pair("rotary", rotary, (B, None), "[B, features / 2]")
-    if pair is None:
-        return None
-    cos, sin = pair
-    if sin.shape != cos.shape:
-        raise ValueError(f"rotary[1] has shape {sin.shape}; it must be that of rotary[0], {cos.shape}.")
-    if (features := 2 * cos.shape[1]) > head_dim:
+    features = 0 if pair is None else 2 * pair[0].shape[1]
+    if features > head_dim:
         raise ValueError(f"rotary is for {features} features, but head_dim is {head_dim}.")
     return pair if features else None
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops._lib.arrays.checks import (
-    check_array,
+    check_exact,
     check_flag,
     check_float,
     check_integer,
@@ -18,37 +18,21 @@ from jaxops._lib.arrays.checks import (
     check_size,
 )
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
-from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.precision import resolve_precision
 from jaxops._lib.arrays.residual_names import named
-from jaxops._lib.planning.device import device_of
-from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.packed_attention.cudnn import attend_cudnn
-from jaxops.ops.packed_attention.dkv_pallas import dkv_pallas
-from jaxops.ops.packed_attention.dq_pallas import dq_pallas
-from jaxops.ops.packed_attention.fwd_pallas import forward_pallas
-from jaxops.ops.packed_attention.plan import Arrays, Plan, Problem, Spec, make_plan
+from jaxops.ops.packed_attention.kernels_pallas import backward_pallas, forward_pallas
+from jaxops.ops.packed_attention.plan import PLANNER, Arrays, Plan, Problem, Spec
 from jaxops.ops.packed_attention.visible import most_pairs, visible_rows
 from jaxops.ops.packed_attention.xla import backward_xla, forward_xla
 
 
 def packed_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sequence_offsets: jax.Array,
-    *,
-    causal: bool = False,
-    kv_offsets: jax.Array | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    visible_until: jax.Array | None = None,
-    precision: lax.PrecisionLike = None,
-    longest: int | None = None,
-    crowd: int | None = None,
-    backend: str = "auto",
-    plan: Plan | None = None,
-) -> jax.Array:
+    q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, *, causal: bool = False,
+    kv_offsets: jax.Array | None = None, scale: float | None = None, window: int | None = None,
+    visible_until: jax.Array | None = None, precision: lax.PrecisionLike = None, longest: int | None = None,
+    crowd: int | None = None, backend: str = "auto", plan: Plan | None = None,
+) -> jax.Array:  # fmt: skip
     """Softmax attention of each row over the rows of its own sequence, of sequences that are packed one after another.
 
     Sequence s is rows `sequence_offsets[s]` to `sequence_offsets[s + 1] - 1`. Sequences may be empty and of any length;
@@ -118,7 +102,11 @@ def packed_attention(
     _check_shapes(q, k, v, sequence_offsets, kv_offsets)
     (T, N, H), (S, K, _) = q.shape, k.shape
     if visible_until is not None:
-        _check_visible_until(visible_until, T, causal)
+        what = "for each row of q the first row of k that it sees no more"
+        check_exact("visible_until", visible_until, "int32", "[T]", (T,), what)
+        if causal:
+            hint = "leave causal away: a causal row's visible_until is its own index + 1."
+            raise ValueError(f"visible_until and causal=True both say where each row's keys end; {hint}")
     factor = max(H, 1) ** -0.5 if scale is None else check_number("scale", scale)
     window = None if window is None else check_integer("window", window, 0)
     longest = None if longest is None else check_integer("longest", longest, 1)
@@ -126,24 +114,20 @@ def packed_attention(
     precision, compute = resolve_precision(precision, q.dtype)
     mask = "rows" if window is not None or visible_until is not None else "causal" if causal else "whole"
     problem = Problem(T, S, N, K, H, q.dtype.name, mask, kv_offsets is not None, longest)
-    device = device_of(q, k, v, sequence_offsets)
-    plan = make_plan(problem, device, tuned_rows("packed_attention", device), backend=backend, plan=plan)
-    B = sequence_offsets.shape[0] - 1
-    q, k, v, sequence_offsets, kv_offsets, visible_until = vary_together(
-        q, k, v, sequence_offsets, kv_offsets, visible_until
-    )
+    operands, B = (q, k, v, sequence_offsets, kv_offsets, visible_until), sequence_offsets.shape[0] - 1
+    chosen, q, k, v, sequence_offsets, kv_offsets, visible_until = PLANNER.prepare(problem, backend, plan, *operands)
     if 0 in (T, S, N, H, B):  # no row sees anything
         return jnp.zeros_like(q)
     limits = {"T": T, "S": S, "causal": causal, "window": window}
     arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits))
-    if plan.backend == "cudnn":
+    if chosen.backend == "cudnn":
         # Without a crowd, rows of `longest` take up to 12 % more time than one row of all (H200, 2026-11-24).
         row = T if longest is None or crowd is None else min(longest, T)
         options = {"causal": causal, "scale": factor, "longest": row, "crowd": crowd or B}
         return _cudnn(arrays, sequence_offsets, **options)
     pairs = most_pairs(T=T, S=S, causal=causal, window=window, free=visible_until is not None, longest=longest)
     spec = Spec(factor, precision, pairs)
-    out = _call(spec, plan, False, *(x.astype(compute) for x in arrays[:3]), *arrays[3:])[0]
+    out = _call(spec, chosen, False, *(x.astype(compute) for x in arrays[:3]), *arrays[3:])[0]
     return out.astype(q.dtype)
 
 
@@ -168,18 +152,6 @@ def _check_shapes(q, k, v, sequence_offsets, kv_offsets) -> None:
         check_offsets(kv_offsets, "kv_offsets", "B")
         wanted = "len(sequence_offsets) (the same sequences)"
         check_size("len(kv_offsets)", kv_offsets.shape[0], wanted, sequence_offsets.shape[0])
-
-
-def _check_visible_until(visible_until, T: int, causal: bool) -> None:
-    check_array("visible_until", visible_until, "an int32 array of shape (T,)")
-    if visible_until.shape != (T,):
-        needed = f"(T,) = ({T},): for each row of q the first row of k that it sees no more."
-        raise ValueError(f"visible_until has shape {tuple(visible_until.shape)}; it must be {needed}")
-    if visible_until.dtype != jnp.int32:
-        raise TypeError(f"visible_until is {visible_until.dtype}; write visible_until.astype(jnp.int32).")
-    if causal:
-        hint = "leave causal away: a causal row's visible_until is its own index + 1."
-        raise ValueError(f"visible_until and causal=True both say where each row's keys end; {hint}")
 
 
 def _cudnn(arrays: Arrays, sequence_offsets: jax.Array, **options: Any) -> jax.Array:
@@ -223,10 +195,7 @@ def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> t
         return backward_xla(spec, plan.block, arrays, out, lse, dout)
     assert plan.dq is not None
     assert plan.dkv is not None
-    sees = (arrays.first < arrays.end)[:, None, None]
-    products = jnp.where(sees, out.astype(jnp.float32) * dout.astype(jnp.float32), 0)
-    given, launch = (arrays, dout, lse, jnp.sum(products, axis=2).T), {"interpret": plan.on.interpret}
-    return dq_pallas(spec, plan.dq, *given, **launch), *dkv_pallas(spec, plan.dkv, *given, **launch)
+    return backward_pallas(spec, plan.dq, plan.dkv, arrays, out, lse, dout, interpret=plan.on.interpret)
 
 
 def _plain_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -6,9 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.planning.device import Device
-from jaxops._lib.planning.plans import AMPERE
-
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _NAMES = ("MaskType", "dot_product_attention")
 
@@ -22,36 +19,15 @@ def _private() -> Any:
     return module if all(hasattr(module, name) for name in _NAMES) else None
 
 
-def cudnn_cannot(dtype: str, head_dim: int, *, plain: bool, device: Device) -> str:
-    """Why cuDNN cannot run it; "" where it can.
-
-    Args:
-      plain: whether the mask is causal or none, and queries and keys are in one packing.
-    """
-    if not device.has(AMPERE):
-        return f"it needs an NVIDIA GPU of compute capability 8.0 or newer, and this is {device.kind}"
-    if dtype == "float32":
-        return "it has bfloat16 and float16 only, and q is float32"
-    if not plain:
-        return "its ragged layout has no window, no visible_until and no kv_offsets"
-    if head_dim % 8 or head_dim > 128:
-        return f"it takes a head_dim of at most 128, a multiple of 8, and this is {head_dim}"
-    if _private() is None:
-        return f"JAX {jax.__version__} has no {_MODULE} with {' and '.join(_NAMES)}"
-    return ""
+def cudnn_missing() -> str:
+    """What of it this version of JAX lacks; "" if nothing."""
+    return "" if _private() is not None else f"JAX {jax.__version__} has no {_MODULE} with {' and '.join(_NAMES)}"
 
 
 def attend_cudnn(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sequence_offsets: jax.Array,
-    *,
-    causal: bool,
-    scale: float,
-    longest: int,
+    q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, *, causal: bool, scale: float, longest: int,
     crowd: int,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """[T, N, H], differentiable by JAX's own rule; NaN in rows outside is read.
 
     cuDNN takes sequences by rows of an array, and computes as if each row had as many as the fullest and all were as

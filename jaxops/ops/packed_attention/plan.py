@@ -12,7 +12,7 @@ from jax import lax
 from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.planning.device import Device
 from jaxops._lib.planning.plans import AMPERE, BasePlan, Call, Planner, check_fields
-from jaxops.ops.packed_attention.cudnn import cudnn_cannot
+from jaxops.ops.packed_attention.cudnn import cudnn_missing
 
 PASSES = ("fwd", "dq", "dkv")
 
@@ -115,9 +115,17 @@ class Problem:
     longest: int | None = None
 
 
-def _cudnn_cannot(problem: Problem, device: Device) -> str:
-    p = problem
-    return cudnn_cannot(p.dtype, p.head_dim, plain=p.mask != "rows" and not p.cross, device=device)
+def _cudnn_cannot(p: Problem, device: Device) -> str:
+    """Why cuDNN cannot run it; "" where it can."""
+    if not device.has(AMPERE):
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or newer, and this is {device.kind}"
+    if p.dtype == "float32":
+        return "it has bfloat16 and float16 only, and q is float32"
+    if p.mask == "rows" or p.cross:
+        return "its ragged layout has no window, no visible_until and no kv_offsets"
+    if p.head_dim % 8 or p.head_dim > 128:
+        return f"it takes a head_dim of at most 128, a multiple of 8, and this is {p.head_dim}"
+    return cudnn_missing()
 
 
 _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
@@ -125,11 +133,9 @@ _SHORT = 2048  # rows of the longest causal sequence up to which the kernels are
 
 
 def _auto(problem: Problem, device: Device) -> str:
-    """H200, 2026-11-24, 16,384 rows, us forward, and forward and backward (results/nvidia_h200/packed_attention.jsonl).
-    16 causal sequences of 256 to 1,792 rows, 16 heads of 64: 194 and 768 by the kernels, 244 and 882 by cuDNN; 32 heads
-    of 128, 8 of keys: 647 and 2,367, 592 and 2,648. One sequence: cuDNN is 1.2 to 1.8 times faster; whole sequences: up
-    to 1.5 times. Other masks: the kernels are 6 to 28 times faster than XLA's ways.
-    """
+    """cuDNN is 1.2 to 1.8 times as fast as the kernels for one causal sequence, and up to 1.5 times for whole ones, but
+    0.8 to 1.1 times for short causal ones. For other masks the kernels are 6 to 28 times as fast as XLA's ways. Times:
+    docs/notes/2026-11-28_tiles_of_row_ops.md."""
     p = problem
     kernels = device.has(AMPERE) and p.head_dim <= _WIDEST
     if not _cudnn_cannot(p, device):
@@ -148,8 +154,7 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
         )
     if call.backend != "xla":
         return {}
-    # 2-core CPU, 2026-11-24, forward and backward of 2,048 rows in 8 sequences, 4 heads of 32, causal: 9 ms in blocks
-    # of 64 rows, 14 of 128, 18 of 256. 512 are not timed on a GPU.
+    # On a CPU blocks of 64 rows take half the time of 256. 512 are not timed on a GPU.
     return {"block": call.plan.block or (64 if call.device.platform == "cpu" else 512)}
 
 
@@ -163,10 +168,8 @@ def shared_bytes(pass_name: str, tiles: Tiles, problem: Problem) -> int:
 
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
-    """The fastest of 14 to 24 on an H200, 2026-11-24, T 16,384 in 16 sequences, causal by `visible_until`, for head_dim
-    64 (16 heads) and 128 (16 of queries and 4 of keys; the forward 32 and 8). Gradients with their forward: dq 767 and
-    1,925 us, dkv 829 and 1,346; by the tiles before, the largest without spilled registers, 828, 1,964, 829 and 1,962.
-    """
+    """The fastest of 14 to 24 on an H200, of 16,384 rows in 16 sequences and heads of 64 and 128; the times are in
+    docs/notes/2026-11-28_tiles_of_row_ops.md."""
     wide, half = problem.head_dim > 64, problem.dtype != "float32"
     if not half:
         tiles = Tiles(64, 32, 8, 2)

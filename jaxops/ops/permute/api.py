@@ -9,14 +9,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.arrays.checks import check_array, check_float, check_offsets, check_size, float_dtype, type_name
+from jaxops._lib.arrays.checks import (
+    check_array,
+    check_exact,
+    check_float,
+    check_offsets,
+    check_size,
+    float_dtype,
+    type_name,
+)
 from jaxops._lib.arrays.differentiable import differentiable
-from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.numerics.fp8 import Quantized
-from jaxops._lib.planning.device import device_of
-from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.permute.kernels_pallas import combine_bwd_pallas, combine_pallas, permute_pallas
-from jaxops.ops.permute.plan import Plan, Problem, make_plan
+from jaxops.ops.permute.plan import PLANNER, Plan, Problem
 from jaxops.ops.permute.xla import combine_bwd_xla, combine_xla, permute_xla
 from jaxops.ops.route import Routing, partial_routing
 
@@ -61,9 +66,7 @@ def permute(x: jax.Array, routing: Routing, *, backend: str = "auto", plan: Plan
     T, k = routing.row_positions.shape
     check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
     problem = Problem(T, x.shape[1], k, jnp.dtype(x.dtype).name)
-    device = device_of(x, routing)
-    plan = make_plan(problem, device, tuned_rows("permute", device), backend=backend, plan=plan)
-    return _permute(plan, *vary_together(x, routing))
+    return _permute(*PLANNER.prepare(problem, backend, plan, x, routing))
 
 
 def permute_within_groups(x: jax.Array, routing: Routing, *, plan: Plan) -> jax.Array:
@@ -140,41 +143,30 @@ def combine(
     check_size("the number of rows", rows.shape[0], "T * k of routing.row_positions", T * k)
     out = float_dtype("out_dtype", rows.dtype if out_dtype is None else out_dtype).name
     problem = Problem(T, rows.shape[1], k, jnp.dtype(rows.dtype).name)
-    device = device_of(rows, routing)
-    plan = make_plan(problem, device, tuned_rows("permute", device), backend=backend, plan=plan)
-    return _combine(plan, out, *vary_together(rows, routing))
+    plan, rows, routing = PLANNER.prepare(problem, backend, plan, rows, routing)
+    return _combine(plan, out, rows, routing)
 
 
 def check_routing(routing: Routing, *, weights: bool = True) -> Routing:
     """The fields that permute and combine (and ops made of them) read, checked; without the other fields."""
     if not isinstance(routing, Routing):
         raise TypeError(f"routing is {type_name(routing)}; pass the jaxops.Routing that jaxops.route returned.")
-    positions, indices = routing.row_positions, routing.row_indices
-    for name, array, shape in (("row_positions", positions, "[T, k]"), ("row_indices", indices, "[T * k]")):
-        check_array(f"routing.{name}", array, f"the {name} {shape} of a Routing")
-        if array.dtype != jnp.int32:
-            raise TypeError(f"routing.{name} is {array.dtype}; write routing.{name}.astype(jnp.int32).")
-    check_offsets(routing.group_offsets, "routing.group_offsets")
+    positions = routing.row_positions
+    check_array("routing.row_positions", positions, "the row_positions [T, k] of a Routing")
     if len(positions.shape) != 2:
         given = f"routing.row_positions has shape {tuple(positions.shape)}"
         raise ValueError(f"{given}; it must be [T, k]. For a stack of routings, use jax.vmap.")
     T, k = positions.shape
-    if tuple(indices.shape) != (T * k,):
-        given = f"routing.row_indices has shape {tuple(indices.shape)}"
-        raise ValueError(f"{given}; it must be [T * k] = ({T * k},), as row_positions are {(T, k)}.")
+    names = ("row_positions", "row_indices", "weights") if weights else ("row_positions", "row_indices")
+    for name in names:
+        dtype = "float32" if name == "weights" else "int32"
+        axes, shape = ("[T * k]", (T * k,)) if name == "row_indices" else ("[T, k]", (T, k))
+        check_exact(f"routing.{name}", getattr(routing, name), dtype, axes, shape, f"as row_positions are {(T, k)}")
+    check_offsets(routing.group_offsets, "routing.group_offsets")
     if T * k >= _MAX_ROWS:
         given = f"{T} tokens with {k} choices are {T * k} rows"
         raise ValueError(f"{given}; fewer than 2**31 are possible (int32 row numbers): take the tokens in parts.")
-    fields = {"row_positions": positions, "row_indices": indices, "group_offsets": routing.group_offsets}
-    if not weights:
-        return partial_routing(**fields)
-    check_array("routing.weights", routing.weights, "the weights [T, k] of a Routing")
-    if routing.weights.shape != positions.shape:
-        shape = tuple(routing.weights.shape)
-        raise ValueError(f"routing.weights has shape {shape}; it must be that of routing.row_positions, {(T, k)}.")
-    if routing.weights.dtype != jnp.float32:
-        raise TypeError(f"routing.weights is {routing.weights.dtype}; write routing.weights.astype(jnp.float32).")
-    return partial_routing(weights=routing.weights, **fields)
+    return partial_routing(**{name: getattr(routing, name) for name in (*names, "group_offsets")})
 
 
 def _permute_forward(plan: Plan, x: jax.Array, routing: Routing, *, clear: bool = True) -> Any:

@@ -18,46 +18,35 @@ from jax.experimental.pallas import triton as plgpu
 from jaxops._lib.arrays.manual_axes import out_struct
 from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.pallas.launch_pallas import launch
+from jaxops._lib.pallas.masked_pallas import load, store
 from jaxops._lib.planning.traced_once import traced_once
 from jaxops._lib.ragged.offsets import clip_bounds
 from jaxops.ops.permute.plan import Tiles
 from jaxops.ops.route import Routing
 
-
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """Columns of a register array: their numbers [1, 1, block], and which of them are less than D (None for all).
-    Triton's sizes are powers of two; D need not be one."""
-
-    number: jax.Array
-    inside: jax.Array | None
-
-    @classmethod
-    def of_chunk(cls, chunk, D: int, block: int) -> "Columns":
-        number = chunk * block + jnp.arange(block, dtype=jnp.int32)[None, None, :]
-        return cls(number, None if D % block == 0 else number < D)
-
-    def _mask(self, mask: jax.Array) -> jax.Array:
-        shape = (*mask.shape[:2], self.number.shape[2])
-        mask = jnp.broadcast_to(mask, shape)
-        return mask if self.inside is None else mask & jnp.broadcast_to(self.inside, shape)
-
-    def load(self, ref, row: jax.Array, row_in: jax.Array) -> jax.Array:
-        """ref[row] in ref's dtype, zero where row_in is false. row, row_in: [choices or 1, rows, 1]."""
-        return plgpu.load(ref.at[row, self.number], mask=self._mask(row_in), other=0)
-
-    def store(self, ref, row: jax.Array, row_in: jax.Array, values: jax.Array) -> None:
-        mask = self._mask(row_in)
-        plgpu.store(ref.at[row, self.number], jnp.broadcast_to(values, mask.shape).astype(ref.dtype), mask=mask)
+Columns = tuple[jax.Array, jax.Array | None]  # numbers [1, 1, block], and which are less than D, or None for all
 
 
-def each_chunk(D: int, block: int, body, carry):
-    """Folds body(columns, carry) over a row."""
+def columns_of(chunk: Any, D: int, block: int) -> Columns:
+    number = chunk * block + jnp.arange(block, dtype=jnp.int32)[None, None, :]
+    return number, None if D % block == 0 else number < D
 
-    def step(chunk, carry):
-        return body(Columns.of_chunk(chunk, D, block), carry)
 
-    return step(0, carry) if block >= D else lax.fori_loop(0, pl.cdiv(D, block), step, carry)
+def _mask(row_in: jax.Array, columns: Columns) -> jax.Array:
+    number, inside = columns
+    shape = (*row_in.shape[:2], number.shape[2])
+    mask = jnp.broadcast_to(row_in, shape)
+    return mask if inside is None else mask & jnp.broadcast_to(inside, shape)
+
+
+def load_rows(ref, row: jax.Array, row_in: jax.Array, columns: Columns) -> jax.Array:
+    """ref[row] in ref's dtype, zero where row_in is false. row, row_in: [choices or 1, rows, 1]."""
+    return plgpu.load(ref.at[row, columns[0]], mask=_mask(row_in, columns), other=0)
+
+
+def store_rows(ref, row: jax.Array, row_in: jax.Array, columns: Columns, values: jax.Array) -> None:
+    mask = _mask(row_in, columns)
+    plgpu.store(ref.at[row, columns[0]], jnp.broadcast_to(values, mask.shape).astype(ref.dtype), mask=mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +67,10 @@ class Choices:
     has_row: jax.Array
     position: jax.Array
 
-    def _at(self, ref):
-        return ref.at[tuple(jnp.broadcast_to(index, self.exists.shape) for index in (self.token, self.choice))]
-
-    def load(self, ref, mask: jax.Array) -> jax.Array:
-        """ref [T, k] of these choices, zero where mask is false."""
-        return plgpu.load(self._at(ref), mask=mask, other=0)
-
-    def store(self, ref, values: jax.Array) -> None:
-        """Stores into ref [T, k]."""
-        plgpu.store(self._at(ref), values, mask=self.exists)
+    @property
+    def at(self) -> tuple[jax.Array, ...]:
+        """Where these choices are in an array [T, k]."""
+        return tuple(jnp.broadcast_to(index, self.exists.shape) for index in (self.token, self.choice))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +95,7 @@ class Tokens:
     def and_columns(cls, D: int, tile: Tiles, positions_ref, offsets_ref) -> tuple["Tokens", Columns]:
         """The tokens and columns of a program in a grid over tokens and chunks of columns, chunks fastest."""
         chunks = pl.cdiv(D, tile.block)
-        columns = Columns.of_chunk(pl.program_id(0) % chunks, D, tile.block)
+        columns = columns_of(pl.program_id(0) % chunks, D, tile.block)
         return cls.of_program(pl.program_id(0) // chunks, tile, positions_ref, offsets_ref), columns
 
     def each_batch(self, body, carry):
@@ -130,7 +113,7 @@ class Tokens:
         if k % size:
             exists = exists & jnp.broadcast_to(choice < k, exists.shape)
         choices = Choices(self.number, choice, exists, exists, exists)
-        position = choices.load(self.positions_ref, exists)
+        position = load(self.positions_ref, choices.at, exists, 0)
         has_row = exists & (position >= self.lo) & (position < self.hi)
         return dataclasses.replace(choices, has_row=has_row, position=jnp.where(has_row, position, T * k))
 
@@ -142,7 +125,7 @@ class Tokens:
         def _():
             row = jnp.broadcast_to(choices.token * self.positions_ref.shape[1] + choices.choice, choices.exists.shape)
             outside = choices.exists & ((row < self.lo) | (row >= self.hi))
-            columns.store(ref, jnp.where(outside, row, R), outside, jnp.zeros((1, 1, 1), ref.dtype))
+            store_rows(ref, jnp.where(outside, row, R), outside, columns, jnp.zeros((1, 1, 1), ref.dtype))
 
 
 def _launch(kernel, tile: Tiles, routing: Routing, *operands: jax.Array, chunks: int, **options) -> Any:
@@ -157,10 +140,10 @@ def _permute_kernel(positions_ref, offsets_ref, x_ref, rows_ref, *, tile: Tiles,
     """Reads each token's row once and writes it to all its choices' rows. A program over rows would read a token from
     memory once per choice: the rows between its experts do not fit in the L2."""
     tokens, columns = Tokens.and_columns(x_ref.shape[1], tile, positions_ref, offsets_ref)
-    x = columns.load(x_ref, tokens.number, tokens.exists)
+    x = load_rows(x_ref, tokens.number, tokens.exists, columns)
 
     def body(choices, carry):
-        columns.store(rows_ref, choices.position, choices.has_row, x)
+        store_rows(rows_ref, choices.position, choices.has_row, columns, x)
         if clear:
             tokens.clear(rows_ref, choices, columns)
         return carry
@@ -181,26 +164,24 @@ def _combine_kernel(positions_ref, offsets_ref, *refs, tile: Tiles):
     tokens, columns = Tokens.and_columns(rows_ref.shape[1], tile, positions_ref, offsets_ref)
 
     def body(choices, total):
-        rows = columns.load(rows_ref, choices.position, choices.has_row).astype(jnp.float32)
+        rows = load_rows(rows_ref, choices.position, choices.has_row, columns).astype(jnp.float32)
         for weights_ref in weights_refs:
-            rows = rows * choices.load(weights_ref, choices.has_row)
+            rows = rows * load(weights_ref, choices.at, choices.has_row, 0)
         return total + jnp.sum(rows, axis=0, keepdims=True)
 
     total = tokens.each_batch(body, jnp.zeros((1, tile.rows, tile.block), jnp.float32))
-    columns.store(out_ref, tokens.number, tokens.exists, total)
+    store_rows(out_ref, tokens.number, tokens.exists, columns, total)
 
 
 @traced_once("tile", "out_dtype", "interpret")
 def combine_pallas(tile: Tiles, rows: jax.Array, routing: Routing, out_dtype, *, interpret: bool) -> jax.Array:
     """[T, D]; without weights they are ones. No size is 0."""
     # An element of a row is added, and before that multiplied if there are weights.
-    operands, name, each = (
-        ((rows,), "permute_bwd", 1) if routing.weights is None else ((routing.weights, rows), "combine", 2)
-    )
-    options: dict[str, Any] = {"flops": each * rows.size, "interpret": interpret, "name": name}
-    chunks = pl.cdiv(rows.shape[1], tile.block)
-    out = out_struct((routing.row_positions.shape[0], rows.shape[1]), out_dtype, like=rows)
-    return _launch(_combine_kernel, tile, routing, *operands, chunks=chunks, out=out, **options)
+    operands = (rows,) if routing.weights is None else (routing.weights, rows)
+    name, T, D = "permute_bwd" if len(operands) == 1 else "combine", routing.row_positions.shape[0], rows.shape[1]
+    out, chunks, flops = out_struct((T, D), out_dtype, like=rows), pl.cdiv(D, tile.block), len(operands) * rows.size
+    options: dict[str, Any] = {"chunks": chunks, "out": out, "flops": flops, "interpret": interpret, "name": name}
+    return _launch(_combine_kernel, tile, routing, *operands, **options)
 
 
 def _combine_bwd_kernel(
@@ -211,21 +192,24 @@ def _combine_bwd_kernel(
     lane = min(tile.block, 16 // rows_ref.dtype.itemsize)
 
     def of_choices(choices, carry):
-        weights = choices.load(weights_ref, choices.has_row)
+        weights = load(weights_ref, choices.at, choices.has_row, 0)
         batch = choices.exists.shape[0]
 
-        def of_columns(columns, dots):
-            rows = columns.load(rows_ref, choices.position, choices.has_row).astype(jnp.float32)
-            dout = columns.load(dout_ref, tokens.number, tokens.exists).astype(jnp.float32)
+        def of_chunk(chunk, dots):
+            columns = columns_of(chunk, D, tile.block)
+            rows = load_rows(rows_ref, choices.position, choices.has_row, columns).astype(jnp.float32)
+            dout = load_rows(dout_ref, tokens.number, tokens.exists, columns).astype(jnp.float32)
             # A thread sums its own loads in one register per choice; the sum over threads follows the last chunk.
             dots = dots + jnp.sum((rows * dout).reshape(batch, tile.rows, tile.block // lane, lane), axis=3)
-            columns.store(drows_ref, choices.position, choices.has_row, weights * dout)
+            store_rows(drows_ref, choices.position, choices.has_row, columns, weights * dout)
             tokens.clear(drows_ref, choices, columns)
             return dots
 
-        dots = each_chunk(D, tile.block, of_columns, jnp.zeros((batch, tile.rows, tile.block // lane), jnp.float32))
+        dots, chunks = jnp.zeros((batch, tile.rows, tile.block // lane), jnp.float32), pl.cdiv(D, tile.block)
+        dots = of_chunk(0, dots) if chunks == 1 else lax.fori_loop(0, chunks, of_chunk, dots)
         # Not 0 times a NaN of dout: a choice without a row has no gradient.
-        choices.store(dweights_ref, jnp.where(choices.has_row, jnp.sum(dots, axis=2, keepdims=True), 0.0))
+        dweights = jnp.where(choices.has_row, jnp.sum(dots, axis=2, keepdims=True), 0.0)
+        store(dweights_ref, choices.at, dweights, choices.exists)
         return carry
 
     tokens.each_batch(of_choices, 0)

@@ -7,14 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.arrays.checks import check_array, check_choice, check_flag, check_float, check_integer, check_number
+from jaxops._lib.arrays.checks import (
+    check_array,
+    check_choice,
+    check_exact,
+    check_flag,
+    check_float,
+    check_integer,
+    check_number,
+)
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
-from jaxops._lib.arrays.manual_axes import vary_together
-from jaxops._lib.planning.device import device_of
-from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.route.bwd_pallas import backward_pallas
 from jaxops.ops.route.fwd_pallas import forward_pallas
-from jaxops.ops.route.plan import SCORES, Plan, Problem, Spec, make_plan
+from jaxops.ops.route.plan import PLANNER, SCORES, Plan, Problem, Spec
 from jaxops.ops.route.routing import Routing, partial_routing
 from jaxops.ops.route.xla import backward_xla, forward_xla
 
@@ -101,29 +106,18 @@ def route(
     if T * E >= _MAX_ELEMENTS:
         raise ValueError(f"logits have {T} x {E} elements; fewer than 2**31 are possible: route the tokens in parts.")
     if selection_bias is not None:
-        check_array("selection_bias", selection_bias, "a float32 array [E]")
-        if (shape := tuple(selection_bias.shape)) != (E,):
-            needed = f"[E] = ({E},), a number for each column of logits"
-            raise ValueError(f"selection_bias has shape {shape}; it must be {needed}.")
-        if (dtype := selection_bias.dtype) != jnp.float32:
-            needed = "selection_bias.astype(jnp.float32). In bfloat16 a step of 0.001 would be lost"
-            raise TypeError(f"selection_bias is {dtype}; write {needed}.")
+        # In bfloat16 a step of 0.001 would be lost.
+        check_exact("selection_bias", selection_bias, "float32", "[E]", (E,), "a number for each column of logits")
         selection_bias = jax.lax.stop_gradient(selection_bias)
     if mask is not None:
-        check_array("mask", mask, "a bool array [T]")
-        if (shape := tuple(mask.shape)) != (T,):
-            raise ValueError(f"mask has shape {shape}; it must be [T] = ({T},), True for each token that counts.")
-        if mask.dtype != jnp.bool_:
-            raise TypeError(f"mask is {mask.dtype}; it must be bool, True for each token that counts: write mask != 0.")
+        check_exact("mask", mask, "bool", "[T]", (T,), "True for each token that counts")
     # Choosing from all groups needs no groups.
     groups = (1, 1) if top_expert_groups == expert_groups else (expert_groups, top_expert_groups)
-    device = device_of(logits, selection_bias, mask)
-    plan = make_plan(Problem(T, E, groups[0]), device, tuned_rows("route", device), backend=backend, plan=plan)
     normalize, weight_scale = check_flag("normalize", normalize), check_number("weight_scale", weight_scale)
     # An expert has at most T rows, since a token chooses it once.
     capacity = None if capacity is None or capacity >= T else int(capacity)
     spec = Spec(k, score, normalize, weight_scale, *groups, capacity, selection_bias is not None)
-    return _route(spec, plan, *vary_together(logits, selection_bias, mask))
+    return _route(spec, *PLANNER.prepare(Problem(T, E, groups[0]), backend, plan, logits, selection_bias, mask))
 
 
 def update_router_bias(selection_bias: jax.Array, load: jax.Array, rate: float | jax.Array) -> jax.Array:

@@ -9,9 +9,11 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.arrays.powers import power_of_2
 from jaxops.ops.route.plan import TINY, Spec, Tiles
-from jaxops.ops.route.scores import summable
 
 _VECTOR = 4  # neighbouring experts in one load of a thread: 16 bytes of float32
+# Scores up to this are exp(logits) times a number of the token, up to 1e-9 of them. Sums of larger scores do not notice
+# TINY.
+_SMALL = 1e-9
 _MAX_UNROLLED = 8  # choices per token up to which a loop over them is unrolled: all loads are in flight at once
 
 
@@ -101,6 +103,21 @@ def each_step(pid: jax.Array, tile: Tiles, T: int, body, carry):
 def counted(ref: dict, row: jax.Array, exists: jax.Array) -> jax.Array:
     """[rows, 1] bool: which of the tokens row [rows, 1] that exist count."""
     return plgpu.load(ref["mask"].at[row], mask=exists, other=False) if "mask" in ref else exists
+
+
+def summable(scores: jax.Array, logits: jax.Array, top: jax.Array, top_score: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Scores [T, n] in the range of float32, for quotients of a token's scores.
+
+    Args:
+      scores: softmax or sigmoid of logits [T, n].
+      top, top_score: [T, 1], the largest logit and its score.
+
+    Returns:
+      The scores; where the largest one is small, exp(logits - top), which is the scores times a number of the token.
+      And for which tokens, [T, 1] bool.
+    """
+    small = (top_score < _SMALL) & (top > -jnp.inf)
+    return jnp.where(small, jnp.exp(logits - top), scores), small
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,9 @@ from jax import lax
 
 from jaxops.ops.route.plan import TINY, Spec
 from jaxops.ops.route.routing import Routing
-from jaxops.ops.route.scores import GONE, keys_of, loss_factors, summable
+from jaxops.ops.route.scores import GONE, keys_of, loss_factors
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def forward_xla(
@@ -54,23 +56,19 @@ def backward_xla(
 
 def _choose(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> jax.Array:
     """[T, k] int32."""
-    T, E = logits.shape
     # Scores rise with their logits: without a bias, compare the logits, so that rounding makes no ties.
-    keys = keys_of(logits)
-    if selection_bias is not None or spec.expert_groups > 1:
-        scores = jax.nn.softmax(logits) if spec.score == "softmax" else jax.nn.sigmoid(logits)
-        if selection_bias is not None:
-            scores = scores + selection_bias[None, :]
-            keys = keys_of(scores)
-        elif spec.score == "sigmoid":
-            scores, _, _ = _summable(scores, logits)  # in the same order, also where scores would be 0
-        if spec.expert_groups > 1:
-            size = E // spec.expert_groups
-            grouped = jnp.where(scores == scores, scores, -jnp.inf).reshape(T, spec.expert_groups, size)
-            best_two, _ = lax.top_k(grouped, min(2, size))
-            _, best = lax.top_k(keys_of(jnp.sum(best_two, axis=2)), spec.top_expert_groups)
-            allowed = jnp.any(best[:, :, None] == jnp.arange(spec.expert_groups)[None, None, :], axis=1)
-            keys = jnp.where(jnp.repeat(allowed, size, axis=1), keys, GONE)
+    (T, E), keys, groups = logits.shape, keys_of(logits), spec.expert_groups
+    if selection_bias is None:
+        scores = jax.nn.softmax(logits) if spec.score == "softmax" else _values(jax.nn.log_sigmoid(logits))
+    else:
+        scores = (jax.nn.softmax if spec.score == "softmax" else jax.nn.sigmoid)(logits) + selection_bias[None, :]
+        keys = keys_of(scores)
+    if groups > 1:
+        grouped = jnp.where(scores == scores, scores, -jnp.inf).reshape(T, groups, E // groups)
+        best_two, _ = lax.top_k(grouped, min(2, E // groups))
+        _, best = lax.top_k(keys_of(jnp.sum(best_two, axis=2)), spec.top_expert_groups)
+        allowed = jnp.any(best[:, :, None] == jnp.arange(groups)[None, None, :], axis=1)
+        keys = jnp.where(jnp.repeat(allowed, E // groups, axis=1), keys, GONE)
     return lax.top_k(keys, spec.k)[1].astype(jnp.int32)
 
 
@@ -80,43 +78,29 @@ def _counted(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
     return logits if mask is None else jnp.where(mask[:, None], logits, 0)
 
 
-def _summable(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`summable`, and the sums [T, 1] of its first result."""
-    top, top_score = (jnp.max(x, axis=1, keepdims=True) for x in (logits, scores))
-    values, small = summable(scores, logits, top, top_score)
-    return values, small, jnp.sum(values, axis=1, keepdims=True) + TINY
+def _values(logs: jax.Array) -> jax.Array:
+    """Scores of these logarithms, times a number of the token with which the largest one is 1; all may be 0. So they
+    are right also where float32 has no such small scores."""
+    top = jnp.max(logs, axis=1, keepdims=True, initial=_LOWEST, where=logs == logs)  # not a NaN
+    return jnp.exp(logs - lax.stop_gradient(top))
 
 
-@jax.custom_jvp
-def _over_their_sum(scores: jax.Array, logits: jax.Array) -> jax.Array:
-    """Each token's scores of these logits over their sum. JAX's own derivative would square the sum."""
-    values, _, total = _summable(scores, logits)
-    return values / total
-
-
-@_over_their_sum.defjvp
-def _over_their_sum_jvp(primals, tangents):
-    values, small, total = _summable(*primals)
-    change, change_of_logits = tangents
-    change = jnp.where(small, values * change_of_logits, change)
-    shares = values / total
-    return shares, (change - shares * jnp.sum(change, axis=1, keepdims=True)) / total
+def _over_their_sum(logs: jax.Array) -> jax.Array:
+    values = _values(logs)
+    return values / (jnp.sum(values, axis=1, keepdims=True) + TINY)
 
 
 def mean_shares(score: str, logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     """[E] float32, the P of `Routing.aux_loss`: the mean over the tokens of each one's scores over their sum."""
     (T, E), tokens = logits.shape, None if mask is None else jnp.sum(mask, dtype=jnp.int32)
     _, mean = loss_factors(T, E, 1, tokens)
-    return jnp.sum(_scores_and_shares(score, _counted(logits, mask), mask)[1], axis=0) * mean
+    return jnp.sum(_shares(score, _counted(logits, mask), mask), axis=0) * mean
 
 
-def _scores_and_shares(score: str, logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Each token's scores, and those over their sum; shares of 0 for tokens that do not count."""
-    shares = scores = jax.nn.softmax(logits)
-    if score == "sigmoid":
-        scores = jax.nn.sigmoid(logits)
-        shares = _over_their_sum(scores, logits)
-    return scores, shares if mask is None else jnp.where(mask[:, None], shares, 0)
+def _shares(score: str, logits: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Each token's scores over their sum; 0 for tokens that do not count."""
+    shares = jax.nn.softmax(logits) if score == "softmax" else _over_their_sum(jax.nn.log_sigmoid(logits))
+    return shares if mask is None else jnp.where(mask[:, None], shares, 0)
 
 
 def _weights_and_losses(
@@ -124,10 +108,10 @@ def _weights_and_losses(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The differentiable part of a Routing, from float32 logits and the choice."""
     (T, E), k = logits.shape, spec.k
-    scores, shares = _scores_and_shares(spec.score, logits, mask)
-    weights = jnp.take_along_axis(scores, experts, axis=1)
-    if spec.normalize:
-        weights = _over_their_sum(weights, jnp.take_along_axis(logits, experts, axis=1))
+    # log_softmax of all experts, though quotients do not need it: a NaN anywhere is one of all the token's scores.
+    logs = (jax.nn.log_softmax if spec.score == "softmax" else jax.nn.log_sigmoid)(logits)
+    shares, chosen = _shares(spec.score, logits, mask), jnp.take_along_axis(logs, experts, axis=1)
+    weights = _over_their_sum(chosen) if spec.normalize else jnp.exp(chosen)
     weights = weights * spec.weight_scale
     if spec.capacity is not None or mask is not None:
         weights = jnp.where(positions < T * k, weights, 0)

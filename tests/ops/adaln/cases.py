@@ -56,27 +56,17 @@ class Variant:
 
     @property
     def options(self) -> dict:
-        return (
-            {}
-            if self.op == "gated_residual"
-            else {"norm": self.norm, "activation": self.activation, "epsilon": self.epsilon}
-        )
+        names = () if self.op == "gated_residual" else ("norm", "activation", "epsilon")
+        return {name: getattr(self, name) for name in names}
 
     def plan_for(self, run: str) -> Plan:
         return Plan("xla") if run == "xla" else PLANS[self.plan]
 
 
 def make_case(
-    sizes,
-    D: int,
-    *,
-    dtype="float32",
-    modulation_dtype=None,
-    per_row: bool = False,
-    before: int = 0,
-    after: int = 0,
+    sizes, D: int, *, dtype="float32", modulation_dtype=None, per_row: bool = False, before: int = 0, after: int = 0,
     seed: int = 0,
-) -> dict:
+) -> dict:  # fmt: skip
     """x, h [T, D], gate, scale, shift [B, D] or [T, D], weight, bias [D], offsets, cotangents dy and dresidual.
 
     Rows outside the sequences hold NaN (and, in odd columns, numbers) in everything that has a row for each of them.
@@ -85,18 +75,14 @@ def make_case(
     offsets = before + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     T, B = int(offsets[-1]) + after, len(sizes)
     outside = (np.arange(T) < offsets[0]) | (np.arange(T) >= offsets[-1])
-    shapes = (
-        dict.fromkeys(("x", "h", "dy", "dresidual"), (T, D))
-        | dict.fromkeys(MODULATION, (T if per_row else B, D))
-        | {"weight": (D,), "bias": (D,)}
-    )
-    values = {name: rng.normal(size=shape) for name, shape in shapes.items()}
-    for name, shape in shapes.items():
-        if shape[0] == T and (per_row or name not in MODULATION) and len(shape) == 2:
-            values[name][outside, ::2] = np.nan
-    dtypes = dict.fromkeys((*MODULATION, "weight", "bias"), modulation_dtype or dtype)
-    case = {name: put(value, dtypes.get(name, dtype)) for name, value in values.items()}
-    return case | {"offsets": put(offsets, jnp.int32)}
+    rows, case = ("x", "h", "dy", "dresidual"), {"offsets": put(offsets, jnp.int32)}
+    for name in (*rows, *MODULATION, "weight", "bias"):
+        of_rows = name in rows or (per_row and name in MODULATION)
+        value = rng.normal(size=(T, D) if of_rows else (B, D) if name in MODULATION else (D,))
+        if of_rows:
+            value[outside, ::2] = np.nan
+        case[name] = put(value, dtype if name in rows else modulation_dtype or dtype)
+    return case
 
 
 def outside_of(case: dict):
@@ -111,9 +97,8 @@ def apply(variant: Variant, plan: Plan | None, given: dict, offsets) -> dict:
     per = "row" if variant.per_row else "sequence"
     operands = (given[name] for name in OPERANDS[variant.op])
     found = getattr(jaxops, variant.op)(*operands, offsets, **affine, **variant.options, per=per, plan=plan)
-    return {"adaln": lambda: {"y": found}, "gated_residual": lambda: {"residual": found}}.get(
-        variant.op, lambda: dict(zip(("residual", "y"), found, strict=True))
-    )()
+    names = {"adaln": ("y",), "gated_residual": ("residual",)}.get(variant.op, ("residual", "y"))
+    return dict(zip(names, found if len(names) > 1 else (found,), strict=True))
 
 
 def apply_reference(variant: Variant, given: dict, offsets, dtype) -> dict:

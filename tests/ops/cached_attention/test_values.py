@@ -50,68 +50,42 @@ SIZES = [(5, 2, 3, 37, 24), (1, 1, 1, 1, 1), (6, 1, 1, 131, 16), (3, 3, 2, 300, 
 
 # In one program, which has the reference once: without jit in tests/contracts/test_eager.py.
 TOGETHER = [pytest.param(("xla", "pallas"), id="xla-pallas"), pytest.param(("auto",), marks=pytest.mark.gpu, id="auto")]
+# Features that are rotated: all, some, of heads with an odd number of them, and all of a head of two.
+TURNED = [(SIZES[0], 24, ""), (SIZES[3], 6, ""), ((2, 2, 2, 7, 5), 2, ""), ((3, 1, 2, 5, 2), 2, ""),
+          (SIZES[0], 10, "qk_norm"), (SIZES[0], 24, "rotary")]  # fmt: skip
+CASES = [*((sizes, "float32", 0, "") for sizes in SIZES), (SIZES[0], "bfloat16", 0, "")]
+CASES += [(sizes, "float32", features, left_out) for sizes, features, left_out in TURNED]
 
 
 @pytest.mark.parametrize("backends", TOGETHER)
-@pytest.mark.parametrize(("sizes", "dtype"), [*((sizes, "float32") for sizes in SIZES), (SIZES[0], "bfloat16")])
-def test_values(backends, sizes, dtype):
-    """Of all tokens, and of a window with sinks. One wider than the cache: `test_a_window_as_long_as_any`."""
+@pytest.mark.parametrize(("sizes", "dtype", "features", "left_out"), CASES)
+def test_values(backends, sizes, dtype, features, left_out):
+    """Of all tokens, and of a window with sinks; or with norms and rotations, one of which may be left out. A row
+    without a position has a zero result. Caches are equal up to the rounding of norms and rotations."""
     a = operands(*sizes, dtype)
-    sinks = a.pop("sinks")
-    compare(a, {"all": {}, "window": {"window": 23, "scale": 0.3}}, backends, dtype, sinks)
-
-
-def compare(a: dict, ways: dict[str, dict], backends: tuple[str, ...], dtype: str, sinks=None) -> None:
-    """A row without a position has a zero result. Caches are equal up to the rounding of norms and rotations.
-
-    Args:
-      ways: options by name; those that have some also have the sinks.
-    """
+    ways = {"all": {}, "window": {"window": 23, "scale": 0.3, "sinks": a.pop("sinks")}}
+    if features:
+        options = turned(sizes[0], sizes[-1], features)
+        ways = {"turned": {name: x for name, x in options.items() if name != left_out}}
 
     @jax.jit
-    def everything(a, sinks):
+    def everything(a):
         rows = (a["at"] >= 0) & (a["at"] < a["k_cache"].shape[2])
         clean = a | {"qkv": jnp.where(rows[:, None, None], a["qkv"], 0)}
         found = {}
-        for name, how in ways.items():
-            more = {"sinks": sinks} if how and sinks is not None else {}
-            found[f"{name}, reference"] = attend(cached_attention_reference, clean | more, **how)
-            for backend in backends:
-                call = functools.partial(jaxops.cached_attention, precision="highest", backend=backend)
-                found[f"{name}, {backend}"] = attend(call, a | more, **how)
+        for name, options in ways.items():
+            call = functools.partial(attend, functools.partial(jaxops.cached_attention, precision="highest"), **options)
+            results = [call(a, backend=backend) for backend in backends]
+            found[name] = attend(cached_attention_reference, clean, **options), results
         return found
 
-    found = everything(a, sinks)
-    for name in ways:
-        want, *want_caches = found[f"{name}, reference"]
-        for backend in backends:
-            out, *caches = found[f"{name}, {backend}"]
+    tolerance = {"rtol": 1e-2 if dtype == "bfloat16" else 1e-5, "atol": 1e-6}
+    for name, ((want, *want_caches), results) in everything(a).items():
+        for backend, (out, *caches) in zip(backends, results, strict=True):
             assert out.dtype == a["qkv"].dtype
             assert_close(out, want, dtype, name=f"{name}, {backend}")
             for cache, want_cache in zip(caches, want_caches, strict=True):
-                np.testing.assert_allclose(
-                    cache.astype(jnp.float32), want_cache, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6
-                )
-
-
-# All features are rotated, some, of heads with an odd number of them, and all of a head of two.
-TURNED = [
-    (SIZES[0], 24, "float32", ""),
-    (SIZES[3], 6, "float32", ""),
-    ((2, 2, 2, 7, 5), 2, "float32", ""),
-    ((3, 1, 2, 5, 2), 2, "float32", ""),
-    (SIZES[0], 10, "float32", "qk_norm"),
-    (SIZES[0], 24, "float32", "rotary"),
-]
-
-
-@pytest.mark.parametrize("backends", TOGETHER)
-@pytest.mark.parametrize(("sizes", "features", "dtype", "left_out"), TURNED)
-def test_norms_and_rotations(backends, sizes, features, dtype, left_out):
-    a = operands(*sizes, dtype)
-    del a["sinks"]
-    how = turned(sizes[0], sizes[-1], features)
-    compare(a, {"turned": {name: x for name, x in how.items() if name != left_out}}, backends, dtype)
+                np.testing.assert_allclose(cache.astype(jnp.float32), want_cache, **tolerance)
 
 
 def test_a_row_without_a_position_is_zero_and_has_no_gradient():
@@ -193,39 +167,6 @@ def test_two_tokens_after_another():
     del a["sinks"]
     runs = [two(**(a | {name: a[name].copy() for name in ("k_cache", "v_cache")}), backend=b) for b in BACKENDS[:2]]
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *runs)
-
-
-NORMS = turned(5, 24, 24)
-WRONG = {
-    "heads": (lambda a: {"qkv": a["qkv"][:, 1:]}, "heads; needed"),
-    "keys and values": (lambda a: {"qkv": a["qkv"][:, :3]}, "heads; needed"),
-    "head_dim": (lambda a: {"qkv": a["qkv"][:, :, 1:]}, "needed are"),
-    "rows": (lambda a: {"v_cache": a["v_cache"][1:]}, "needed are"),
-    "positions": (lambda a: {"at": a["at"][1:]}, "position of each row"),
-    "sinks": (lambda a: {"sinks": a["sinks"][1:]}, "sinks"),
-    "one norm": (lambda a: {"qk_norm": NORMS["qk_norm"][0]}, "qk_norm.*pair of arrays"),
-    "norms": (lambda a: {"qk_norm": [x[1:] for x in NORMS["qk_norm"]]}, r"qk_norm\[0\] has shape \(23,\)"),
-    "no angles": (lambda a: {"rotary": ()}, "rotary.*pair of arrays"),
-    "angles": (lambda a: {"rotary": [x[1:] for x in NORMS["rotary"]]}, r"rotary\[0\]"),
-    "sines": (lambda a: {"rotary": (NORMS["rotary"][0], NORMS["rotary"][1][:, 1:])}, r"rotary\[1\]"),
-    "features": (lambda a: {"rotary": [jnp.tile(x, 2) for x in NORMS["rotary"]]}, "48 features"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_errors(name):
-    a = operands(5, 2, 3, 37, 24, "float32")
-    change, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        attend(jaxops.cached_attention, a | change(a))
-
-
-def test_dtypes_that_are_errors():
-    a = operands(5, 2, 3, 37, 24, "float32")
-    with pytest.raises(TypeError, match="v_cache is float32"):
-        attend(jaxops.cached_attention, a | {"k_cache": a["k_cache"].astype(jnp.bfloat16)})
-    with pytest.raises(TypeError, match=r"at.astype\(jnp.int32\)"):
-        attend(jaxops.cached_attention, a | {"at": a["at"].astype(jnp.int8)})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -141,29 +141,6 @@ def test_keys_of_other_rows(packing, key_packing, seed):
     check_every_way("until-window", True, packing, key_packing, seed)
 
 
-TEXT_AND_IMAGES = [3, 4, 2, 5, 1]  # in turn rows of text and of an image
-
-
-def test_text_and_images():
-    """A document of text, an image, text, an image, text beside another one: as a mask written pair by pair."""
-    document = sum(TEXT_AND_IMAGES)
-    part = np.repeat(np.arange(5), TEXT_AND_IMAGES)
-    row = np.arange(document)
-    end = np.cumsum(TEXT_AND_IMAGES)[part]
-    until = np.where(part % 2, end, row + 1)
-    sees = (row[None, :] <= row[:, None]) | ((part[None, :] == part[:, None]) & (part % 2)[:, None].astype(bool))
-    np.testing.assert_array_equal(row[None, :] < until[:, None], sees)
-    q, k, v, _ = arrays(0, 2 * document)
-    offsets, both = np.array([0, document, 2 * document], np.int32), np.r_[until, until + document].astype(np.int32)
-    mask = np.kron(np.eye(2, dtype=bool), sees)
-    want = jax.nn.dot_product_attention(q[None], k[None], v[None], mask=mask[None, None])[0]
-    how = {"visible_until": both, "longest": document, **EXACT}
-    for got in jit(lambda *x: [jaxops.packed_attention(*x, offsets, plan=plan, **how) for plan in PLANS.values()])(
-        q, k, v
-    ):
-        assert_close(got, want, "float32")
-
-
 @pytest.mark.parametrize("way", PLANS)
 def test_no_row_sees_another_sequence(way):
     """Not by any value of visible_until or of offsets that are no offsets: other sequences' rows change no bit, and get

@@ -145,19 +145,6 @@ def test_wild_indices(run):
     assert np.isfinite(np.asarray(got["drows"])).all()
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_shards_add_up(run):
-    """Each device has a part of the offsets; the devices' results and gradients add up to the whole's."""
-    case, found = make_case(PLAIN), []
-    offsets = case["routing"].group_offsets
-    for first in (0, 2, 4, 6):
-        mine = jnp.clip(offsets, offsets[first], offsets[min(first + 2, PLAIN.E)])  # of no expert at the end
-        found.append(compiled(run, PLAIN)(case | {"routing": dataclasses.replace(case["routing"], group_offsets=mine)}))
-    for name, values in compiled(run, PLAIN)(case).items():
-        assert_close(sum(np.asarray(part[name]) for part in found), values, "float32", name)
-    assert not any(np.asarray(values).any() for values in found[-1].values())
-
-
 def test_the_portable_backend_adds_without_scatter():
     """Whose order is anyone's on a GPU."""
     assert "scatter-add" not in str(jax.make_jaxpr(compiled("xla", SHARD))(make_case(SHARD)))

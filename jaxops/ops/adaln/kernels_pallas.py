@@ -1,6 +1,8 @@
-"""The backward: a pass over x and dy for the rows' gradients and sums over each tile, and one that adds up the sums of
-sequences of several tiles in order of rows: deterministic, without atomics (Pallas on Triton)."""
+"""The passes over rows (Pallas on Triton). The forward: gated residual, statistics, norm and modulation. The backward:
+the rows' gradients and sums over each tile, and a kernel that adds up the sums of sequences of several tiles in order
+of rows: deterministic, without atomics."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,43 +13,132 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.arrays.manual_axes import out_struct
 from jaxops._lib.numerics.activations import activate_and_slope
+from jaxops._lib.numerics.fp8 import BLOCK, FP8, quantize_blocks
 from jaxops._lib.pallas.launch_pallas import launch_named
 from jaxops._lib.pallas.masked_pallas import load, store
-from jaxops._lib.planning.costs import bytes_of
-from jaxops._lib.planning.traced_once import traced_once
-from jaxops.ops.adaln.plan import STATS, Arrays, Spec, Tiles
-from jaxops.ops.adaln.rows_pallas import (
-    MODULATION,
+from jaxops._lib.pallas.ragged_rows_pallas import (
     Chunks,
     Columns,
-    affine,
+    Tile,
     ceil_div,
     find_tile,
     fold_steps,
-    load_shared,
     run_bounds,
     tile_count,
     widen,
 )
+from jaxops._lib.planning.costs import bytes_of
+from jaxops._lib.planning.traced_once import traced_once
+from jaxops.ops.adaln.plan import STATS, Arrays, Spec, Tiles
 
-# Few columns a program, so that one sequence of all rows has many programs, which add _MANY parts a step, the last ones
-# _FEW a step.
+MODULATION = ("gate", "scale", "shift")
+# Of the sums: few columns a program, so that one sequence of all rows has many programs, which add _MANY parts a step,
+# the last ones _FEW a step.
 _COLUMNS, _MANY, _FEW = 64, 64, 16
 
 
-def _operations(spec: Spec, given: dict, stats: dict, sums: int) -> int:
-    """For an element of x, beside an addition to each of the sums over rows."""
-    gated = 2 * ("gate" in given)  # the residual's cotangent times h, and times the gate
-    if spec.norm is None:
-        return sums + gated
-    # As the forward: the norm (with its statistics known a difference and a product), weight and bias. The activation
-    # and its slope, and their product.
-    normalised = ({"layer": 2, "rms": 1} if stats else {"layer": 5, "rms": 3})[spec.norm]
-    again = normalised + ("weight" in given) + ("bias" in given) + 3 * (spec.activation is not None)
-    # dy times the row and times the scale; times n and times the weight; the norm's gradient (times n, a sum,
-    # difference of a product, times rstd; for layer a sum and a difference more); the residual's cotangent is added.
-    gradient = 2 + 2 * ("weight" in given) + {"layer": 7, "rms": 5}[spec.norm] + ("gate" in given)
-    return sums + gated + again + gradient
+def normalise(
+    columns: Columns, x: Chunks, spec: Spec, stats: dict[str, jax.Array], rows_in: jax.Array | None = None
+) -> tuple[Chunks, dict[str, jax.Array]]:
+    """x minus its mean (layer), over its standard deviation (or RMS), and these statistics [step, 1].
+
+    The mean is subtracted before the variance is taken, so that a large mean cancels nothing of it.
+
+    Args:
+      stats: statistics that are known already.
+      rows_in: other rows are zeros and stay zeros, with epsilon 0 too; None for all.
+    """
+    stats = dict(stats)
+    if spec.norm == "layer":
+        if "mean" not in stats:
+            stats["mean"] = columns.mean(x)
+        x = [value - stats["mean"] for value in x]
+        masks = [columns_in for _, columns_in in columns]
+        x = [v if mask is None else jnp.where(mask, v, 0.0) for v, mask in zip(x, masks, strict=True)]
+    if "rstd" not in stats:
+        square = columns.mean([value * value for value in x])
+        stats["rstd"] = lax.rsqrt((square if rows_in is None else jnp.where(rows_in, square, 1.0)) + spec.epsilon)
+    return [value * stats["rstd"] for value in x], stats
+
+
+def load_shared(ref: dict, spec: Spec, tile: Tile, columns: Columns) -> dict[str, Chunks]:
+    """The vectors, by name and in float32, of all of a tile's rows: its sequence's modulation, weight, bias."""
+    names = [name for name in MODULATION if name in ref and not spec.per_row]
+    shared = {name: widen(columns.load(ref[name], tile.clipped)) for name in names}
+    return shared | {name: widen(columns.load_vector(ref[name])) for name in ("weight", "bias") if name in ref}
+
+
+def affine(n: Chunks, shared: dict[str, Chunks]) -> Chunks:
+    n = [a * w for a, w in zip(n, shared["weight"], strict=True)] if "weight" in shared else n
+    return [a + b for a, b in zip(n, shared["bias"], strict=True)] if "bias" in shared else n
+
+
+def _operations(spec: Spec, gated: bool) -> int:
+    """About so many of an element in the forward: 2 for the gated residual, 8 for norm and modulation. A backward has
+    three times as many."""
+    return 2 * gated + 8 * (spec.norm is not None)
+
+
+def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
+    T, D = ref["x"].shape
+    tile, columns = find_tile(ref["offsets"], pl.program_id(0), T, tiles.rows), Columns(D, tiles.block)
+    inside, shared = tile.inside, load_shared(ref, spec, tile, columns)
+    of_rows = [name for name in ("x", "h", *(MODULATION if spec.per_row else ())) if name in ref]
+
+    def load_rows(rows, rows_in):
+        return {name: columns.load(ref[name], rows, rows_in) for name in of_rows}
+
+    def body(rows, rows_in, loaded, carry):
+        m = shared | {name: widen(chunks) for name, chunks in loaded.items()}
+        x = m["x"]
+        if "gate" in ref:
+            # Rounded before the statistics: y is adaln of the new residual as stored. Outside rows keep their residual.
+            x = [
+                jnp.where(inside, a + g * b, a).astype(ref["x"].dtype).astype(jnp.float32)
+                for a, g, b in zip(x, m["gate"], m["h"], strict=True)
+            ]
+            columns.store(ref["residual"], rows, rows_in, x)
+        if spec.norm is not None:
+            n, stats = normalise(columns, x, spec, {})
+            for name in STATS[spec.norm] if save_stats else ():
+                store(ref[name], (rows,), stats[name], rows_in)
+            a = [activate_and_slope(u, spec.activation)[0] for u in affine(n, shared)]
+            modulated = zip(a, m["scale"], m["shift"], strict=True)
+            y = [jnp.where(inside, b * (1 + scale) + shift, 0.0) for b, scale, shift in modulated]
+            if "y_scales" in ref:
+                y, scales = zip(*(quantize_blocks(chunk, ref["y"].dtype) for chunk in y), strict=True)
+                blocks = dataclasses.replace(columns, D=ref["y_scales"].shape[0], block=tiles.block // BLOCK)
+                blocks.store(ref["y_scales"], rows, rows_in, scales, transposed=True)
+            columns.store(ref["y"], rows, rows_in, y)
+        return carry
+
+    fold_steps(tile, tiles.rows, tiles.step, load_rows, body, 0, ahead=tiles.ahead)
+
+
+@traced_once("spec", "tiles", "save_stats", "interpret")
+def forward_pallas(
+    spec: Spec, tiles: Tiles, arrays: Arrays, *, save_stats: bool, interpret: bool
+) -> dict[str, jax.Array]:
+    """Results: residual, y [T, D], y_scales (FP8), mean and rstd [T] (save_stats), as far as asked. No size is 0."""
+    struct, (T, D), f32 = functools.partial(out_struct, like=arrays.x), arrays.x.shape, jnp.dtype("float32")
+    out = {"residual": struct((T, D), arrays.x.dtype)} if arrays.gate is not None else {}
+    if spec.out_dtype in FP8:
+        # Register arrays of whole blocks of 128; the last one may be wider than D.
+        tiles = dataclasses.replace(tiles, block=max(BLOCK, tiles.block))
+        out["y_scales"] = struct((pl.cdiv(D, BLOCK), T), f32)
+    if spec.norm is not None:
+        out["y"] = struct((T, D), jnp.dtype(spec.out_dtype))
+        out |= dict.fromkeys(STATS[spec.norm] if save_stats else (), struct((T,), f32))
+    return launch_named(
+        functools.partial(_fwd_kernel, spec=spec, tiles=tiles, save_stats=save_stats),
+        arrays._asdict(),
+        out,
+        grid=(tile_count(T, arrays.offsets.shape[0] - 1, tiles.rows),),
+        warps=tiles.warps,
+        interpret=interpret,
+        name="adaln_fwd" if spec.norm is not None else "gated_residual_fwd",
+        flops=T * D * _operations(spec, arrays.gate is not None),
+    )
 
 
 def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles):
@@ -69,7 +160,7 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
         if spec.norm is not None:
             saved = [name for name in STATS[spec.norm] if name in ref]
             stats = {name: load(ref[name], (rows,), rows_in & inside) for name in saved}
-            n, stats = columns.normalise(m["x"], spec, stats, rows_in & inside)
+            n, stats = normalise(columns, m["x"], spec, stats, rows_in & inside)
             dy = m["dy"]
             activated = [activate_and_slope(u, spec.activation) for u in affine(n, shared)]
             terms["shift"] = dy
@@ -102,7 +193,7 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
         ]
 
     zeros = [[jnp.zeros((tiles.step, tiles.block), jnp.float32) for _ in columns] for _ in summed]
-    sums = fold_steps(tile, tiles, load_rows, body, zeros)
+    sums = fold_steps(tile, tiles.rows, tiles.step, load_rows, body, zeros, ahead=tiles.ahead)
     if summed:
         whole = (tile.start == tile.lo) & (tile.end == tile.hi) & inside
         is_whole, is_part, at_tile = (jnp.broadcast_to(v, (1, 1)) for v in (whole, jnp.logical_not(whole), t))
@@ -217,7 +308,7 @@ def backward_pallas(
         warps=tiles.warps,
         interpret=interpret,
         name="adaln_bwd" if spec.norm is not None else "gated_residual_bwd",
-        flops=T * D * _operations(spec, given, stats, len(sums)),
+        flops=3 * T * D * _operations(spec, "gate" in given),
     )
     if sums:
         results |= _finish_sums(offsets, results, tuple(sums), T=T, rows=tiles.rows, interpret=interpret)

@@ -1,7 +1,9 @@
-"""Shared by the row kernels: which rows a program has, a row's columns in registers, the norm."""
+"""For Pallas kernels over rows in runs (sequences, groups) that share vectors: which rows of one run a program has, a
+row's columns in registers, and the loop over the rows. `ops/adaln` is the example."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.pallas.masked_pallas import both, load, store
 from jaxops._lib.ragged.offsets import runs
-from jaxops.ops.adaln.plan import Spec, Tiles
 
 _WIDTH = 128  # offsets that one step of the search for a row's sequence compares: 1 step for up to 128, 2 up to 16,384
-MODULATION = ("gate", "scale", "shift")
 
 Chunks = list[jax.Array]  # one [step or 1, block] array for each `block` columns
 
@@ -110,52 +110,22 @@ class Columns:
         """[step, 1]. Columns past D must be zero."""
         return jnp.sum(sum(values[1:], values[0]), axis=1, keepdims=True) * (1 / self.D)
 
-    def normalise(
-        self, x: Chunks, spec: Spec, stats: dict[str, jax.Array], rows_in: jax.Array | None = None
-    ) -> tuple[Chunks, dict[str, jax.Array]]:
-        """x minus its mean (layer), over its standard deviation (or RMS), and these statistics [step, 1].
-
-        The mean is subtracted before the variance is taken, so that a large mean cancels nothing of it.
-
-        Args:
-          stats: statistics that are known already.
-          rows_in: other rows are zeros and stay zeros, with epsilon 0 too; None for all.
-        """
-        stats = dict(stats)
-        if spec.norm == "layer":
-            if "mean" not in stats:
-                stats["mean"] = self.mean(x)
-            x = [value - stats["mean"] for value in x]
-            masks = [columns_in for _, columns_in in self]
-            x = [v if mask is None else jnp.where(mask, v, 0.0) for v, mask in zip(x, masks, strict=True)]
-        if "rstd" not in stats:
-            square = self.mean([value * value for value in x])
-            stats["rstd"] = lax.rsqrt((square if rows_in is None else jnp.where(rows_in, square, 1.0)) + spec.epsilon)
-        return [value * stats["rstd"] for value in x], stats
-
 
 def widen(values: Chunks) -> Chunks:
     return [value.astype(jnp.float32) for value in values]
 
 
-def load_shared(ref: dict, spec: Spec, tile: Tile, columns: Columns) -> dict[str, Chunks]:
-    """The vectors, by name and in float32, of all of a tile's rows: its sequence's modulation, weight, bias."""
-    names = [name for name in MODULATION if name in ref and not spec.per_row]
-    shared = {name: widen(columns.load(ref[name], tile.clipped)) for name in names}
-    return shared | {name: widen(columns.load_vector(ref[name])) for name in ("weight", "bias") if name in ref}
+def fold_steps(
+    tile: Tile, rows: int, step: int, load: Callable, body: Callable, carry: Any, *, ahead: bool = False
+) -> Any:
+    """Folds body(number [step, 1], their mask, load(number, mask), carry) over the rows of a tile of at most `rows`.
 
-
-def affine(n: Chunks, shared: dict[str, Chunks]) -> Chunks:
-    n = [a * w for a, w in zip(n, shared["weight"], strict=True)] if "weight" in shared else n
-    return [a + b for a, b in zip(n, shared["bias"], strict=True)] if "bias" in shared else n
-
-
-def fold_steps(tile: Tile, tiles: Tiles, load, body, carry):
-    """Folds body(rows [step, 1], their mask, load(rows, mask), carry) over a tile's rows."""
+    ahead: a step's rows are loaded during the step before.
+    """
 
     def rows_of(i):
-        rows = (tile.start + i * tiles.step + jnp.arange(tiles.step, dtype=jnp.int32))[:, None]
-        return rows, rows < tile.end
+        number = (tile.start + i * step + jnp.arange(step, dtype=jnp.int32))[:, None]
+        return number, number < tile.end
 
     def one(i, carry):
         return body(*rows_of(i), load(*rows_of(i)), carry)
@@ -165,9 +135,9 @@ def fold_steps(tile: Tile, tiles: Tiles, load, body, carry):
         following = load(*rows_of(i + 1))  # in flight during this step; past the end all rows are masked
         return following, body(*rows_of(i), loaded, carry)
 
-    if tiles.step == tiles.rows:
+    if step == rows:
         return one(0, carry)
-    steps = ceil_div(tile.end - tile.start, tiles.step)
-    if tiles.ahead:
+    steps = ceil_div(tile.end - tile.start, step)
+    if ahead:
         return lax.fori_loop(0, steps, one_ahead, (load(*rows_of(0)), carry))[1]
     return lax.fori_loop(0, steps, one, carry)

@@ -1,0 +1,141 @@
+"""Operands of ops over rows that do not fit each other: an error before anything is launched, which says what was
+passed and what to write instead. tests/contracts has each array and each option by itself."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxops
+
+T, D, B, R = 8, 6, 3, 16
+OFFSETS, SAME = np.array([0, 2, 5, 8], np.int32), np.arange(T + 1, dtype=np.int32)  # of as many sequences as rows
+
+
+def shape(*sizes: int, dtype="float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def i32(*sizes: int) -> jax.ShapeDtypeStruct:
+    return shape(*sizes, dtype="int32")
+
+
+SCALAR = shape()
+ROUTING = jaxops.Routing(shape(T, 2), i32(T, 2), i32(R), i32(T, 2), i32(4), i32(3), SCALAR, SCALAR)  # pyright: ignore
+
+
+def routed(**fields: Any) -> dict[str, Any]:
+    return {"routing": dataclasses.replace(ROUTING, **fields)}
+
+
+def modulated(*sizes: int, names: tuple[str, ...] = ("scale", "shift")) -> dict[str, Any]:
+    return dict.fromkeys(names, shape(*sizes))
+
+
+ROWS = {"residual": shape(T, D), "h": shape(T, D), "gate": shape(B, D), "sequence_offsets": OFFSETS}
+HEADS = {"q": shape(T, 4, D), "k": shape(T, 2, D), "v": shape(T, 2, D), "sequence_offsets": OFFSETS}
+CACHE = {"qkv": shape(B, 8, D)} | dict.fromkeys(("k_cache", "v_cache"), shape(B, 2, 5, D)) | {"at": i32(B)}
+RIGHT: dict[str, dict[str, Any]] = {
+    "route": {"logits": shape(5, 12), "k": 2, "selection_bias": shape(12), "expert_groups": 4, "top_expert_groups": 2},
+    "update_router_bias": {"selection_bias": shape(4), "load": i32(4), "rate": 0.1},
+    "permute": {"x": shape(T, D), "routing": ROUTING},
+    "combine": {"rows": shape(R, D), "routing": ROUTING},
+    "adaln": {"x": shape(T, D), "sequence_offsets": OFFSETS} | modulated(B, D),
+    "gated_residual": ROWS,
+    "gated_residual_adaln": ROWS | modulated(B, D),
+    "packed_attention": HEADS,
+    "cached_attention": CACHE,
+}
+# The function, what differs from the arguments above, the error, and what its message must name.
+WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("route", {"logits": shape(5, 0), "selection_bias": None, "expert_groups": 1, "top_expert_groups": 1}, ValueError,
+     "k=2 must be from 1 to E=0"),
+    ("route", {"k": 7}, ValueError, "k=7 experts cannot come from top_expert_groups=2 groups of 3: at most 6"),
+    ("route", {"expert_groups": 5}, ValueError, "expert_groups=5 must divide the E=12"),
+    ("route", {"top_expert_groups": 5}, ValueError, "top_expert_groups=5 must be from 1 to expert_groups=4"),
+    ("route", {"selection_bias": shape(5)}, ValueError, r"bias has shape \(5,\).*\(12,\).*each column of logits"),
+    ("route", {"selection_bias": shape(12, dtype="bfloat16")}, TypeError, r"selection_bias\.astype\(jnp\.float32"),
+    ("route", {"mask": shape(5, 1, dtype="bool")}, ValueError, r"mask has shape \(5, 1\); .*\[T\] = \(5,\), True"),
+    ("route", {"logits": shape(1 << 24, 256, dtype="bfloat16"), "selection_bias": None}, ValueError,
+     r"16777216 x 256 elements.*fewer than 2\*\*31.*in parts"),
+    ("update_router_bias", {"load": i32(5)}, ValueError, r"bias has shape \(4,\) and load \(5,\); both must be \[E\]"),
+    ("update_router_bias", {"selection_bias": shape(2, 2), "load": i32(2, 2)}, ValueError, r"both must be \[E\]"),
+    ("permute", {"routing": vars(ROUTING)}, TypeError, r"routing is a dict; pass the jaxops\.Routing"),
+    ("permute", routed(row_positions=None), TypeError, r"row_positions is None; pass the row_positions \[T, k\]"),
+    ("permute", routed(row_positions=i32(1, T, 2)), ValueError,
+     r"row_positions has shape \(1, 8, 2\).*\[T, k\].*jax\.vmap"),
+    ("permute", routed(row_positions=shape(T, 2)), TypeError, r"row_positions is float32; write .*astype\(jnp\.int32"),
+    ("permute", routed(row_indices=i32(9)), ValueError, r"row_indices has shape \(9,\).*\[T \* k\] = \(16,\)"),
+    ("permute", routed(group_offsets=shape(4)), TypeError, "group_offsets is float32"),
+    ("permute", {"x": shape(7, D)}, ValueError, r"x's number of rows is 7, but T of routing\.row_positions is 8"),
+    ("permute", {"x": shape(1 << 28, 1)} | routed(row_positions=i32(1 << 28, 8), row_indices=i32(1 << 31)), ValueError,
+     r"268435456 tokens with 8 choices are 2147483648 rows.*fewer than 2\*\*31.*in parts"),
+    ("combine", {"rows": shape(9, D)}, ValueError, r"the number of rows is 9, but T \* k of .*row_positions is 16"),
+    ("combine", routed(weights=shape(2, T)), ValueError, r"weights has shape \(2, 8\).*\(8, 2\)"),
+    ("combine", routed(weights=shape(T, 2, dtype="bfloat16")), TypeError, r"weights is bfloat16; write .*jnp\.float32"),
+    ("adaln", {"scale": shape(B, D + 1)}, ValueError, r"D of scale.* is 7.*D of x is 6"),
+    ("adaln", {"shift": shape(T, D)}, ValueError, "scale, shift have 3, 8 rows.*each sequence.*one for each row of x"),
+    ("adaln", modulated(2, D), ValueError, "scale and shift have 2 rows; with 4 sequence_offsets.*B=3.*T=8"),
+    ("adaln", {"sequence_offsets": None}, ValueError, r"3 rows; without .*offsets.*1 \(one sequence\) or T=8"),
+    ("adaln", {"sequence_offsets": OFFSETS.tolist()}, TypeError, r"offsets is a list.*int32.*\(B \+ 1,\)"),
+    ("adaln", {"weight": shape(D + 1)}, ValueError, r"len\(weight\) is 7.*D of x is 6"),
+    ("adaln", {"bias": shape(1)}, ValueError, r"len\(bias\) is 1.*D of x is 6"),
+    ("adaln", modulated(T, D) | {"sequence_offsets": SAME}, ValueError,
+     r"scale and shift have 8 rows.*as many sequences as rows of x \(B = T = 8\).*per='sequence'.*per='row'"),
+    ("adaln", {"per": "row"}, ValueError, r"3 rows; with 4 .*offsets and per='row' they must have T=8 \(one a row\)\."),
+    ("adaln", modulated(T, D) | {"per": "sequence"}, ValueError, r"8 rows; .*per='sequence' they must have B=3 \(one"),
+    ("adaln", modulated(1, D) | {"per": "row", "sequence_offsets": None}, ValueError,
+     "1 rows; without sequence_offsets and per='row' they must have T=8"),
+    ("gated_residual", {"h": shape(T + 1, D)}, ValueError, r"h has shape \(9, 6\).*that of residual, \(8, 6\)"),
+    ("gated_residual", {"gate": shape(B, 1)}, ValueError, r"D of gate.* is 1.*D of residual is 6"),
+    ("gated_residual_adaln", {"gate": shape(T, D)}, ValueError,
+     r"gate, scale, shift have 8, 3, 3 rows.*one for each row of residual"),
+    ("packed_attention", {"k": shape(T, 2, D, dtype="bfloat16")}, TypeError, "k is bfloat16 and q is float32: cast"),
+    ("packed_attention", {"k": shape(T, 2, 5)}, ValueError, "head_dim of k is 5, but that of q is 6"),
+    ("packed_attention", {"v": shape(T, 1, D)}, ValueError, r"k has shape \(8, 2, 6\) and v \(8, 1, 6\)"),
+    ("packed_attention", modulated(T, 3, D, names=("k", "v")), ValueError, "4 heads.*have 3.*multiple of kv_heads"),
+    ("packed_attention", modulated(T, 0, D, names=("k", "v")), ValueError, "q has 4 heads and k and v have 0"),
+    ("packed_attention", modulated(7, 2, D, names=("k", "v")), ValueError, "without kv_offs.* is 7, but T of q is 8"),
+    ("packed_attention", {"kv_offsets": OFFSETS[:3]}, ValueError, r"len\(kv_offsets\) is 3.*sequence_offsets.* is 4"),
+    ("packed_attention", {"visible_until": i32(7)}, ValueError, r"until has shape \(7,\).*\(8,\).*first row of k"),
+    ("packed_attention", {"visible_until": i32(T), "causal": True}, ValueError,
+     r"visible_until and causal=True.*leave causal away.*own index \+ 1"),
+    ("packed_attention", modulated(T, 1, 257, names=("q", "k", "v")) | {"backend": "pallas"}, NotImplementedError,
+     r"head_dim of at most 256, not 257\. Use 'xla'"),
+    ("packed_attention", {"backend": "cudnn"}, NotImplementedError, "'cudnn' cannot run.*this is cpu.*backend='auto'"),
+    ("cached_attention", {"qkv": shape(B, 7, D)}, ValueError, "7 heads; needed"),
+    ("cached_attention", {"qkv": shape(B, 3, D)}, ValueError, "3 heads; needed"),
+    ("cached_attention", {"qkv": shape(B, 8, 5)}, ValueError, "needed are"),
+    ("cached_attention", {"v_cache": shape(2, 2, 5, D)}, ValueError, "needed are"),
+    ("cached_attention", {"k_cache": shape(B, 2, 5, D, dtype="bfloat16")}, TypeError, "but v_cache is float32"),
+    ("cached_attention", {"at": i32(2)}, ValueError, "a position of each row"),
+    ("cached_attention", {"sinks": shape(3)}, ValueError, r"sinks has shape \(3,\).*\[heads\]: \[4\]"),
+    ("cached_attention", {"qk_norm": shape(D)}, ValueError, "qk_norm.*pair of arrays"),
+    ("cached_attention", {"qk_norm": (shape(5), shape(5))}, ValueError, r"qk_norm\[0\] has shape \(5,\)"),
+    ("cached_attention", {"rotary": ()}, ValueError, "rotary.*pair of arrays"),
+    ("cached_attention", {"rotary": (shape(2, 2), shape(2, 2))}, ValueError, r"rotary\[0\]"),
+    ("cached_attention", {"rotary": (shape(B, 2), shape(B, 1))}, ValueError, r"rotary\[1\]"),
+    ("cached_attention", {"rotary": (shape(B, 4), shape(B, 4))}, ValueError, "8 features"),
+]  # fmt: skip
+
+
+def trace(name: str, arguments: dict[str, Any]) -> Any:
+    """Runs nothing: an error needs no device and no value."""
+    is_traced = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    arrays = {key: x for key, x in arguments.items() if any(map(is_traced, jax.tree.leaves(x)))}
+    rest = {key: x for key, x in arguments.items() if key not in arrays}
+    return jax.eval_shape(lambda arrays: getattr(jaxops, name)(**arrays, **rest), arrays)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_the_errors_differ_from_is_right(name):
+    """Otherwise a case below could fail for another reason than its own."""
+    assert jax.tree.leaves(trace(name, RIGHT[name]))
+
+
+@pytest.mark.parametrize(("name", "change", "error", "says"), WRONG, ids=str)
+def test_wrong_operands(name, change, error, says):
+    with pytest.raises(error, match=says):
+        trace(name, RIGHT[name] | change)

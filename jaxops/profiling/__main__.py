@@ -8,19 +8,13 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from jaxops._lib.python_program import ProgramError
-from jaxops._lib.terminal import console, show_any_text
+from jaxops._lib.terminal import show_any_text
 from jaxops.profiling import Report, ceilings, compare
 from jaxops.profiling.program import profile_program
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-
-
-def _console() -> Console:
-    """Wide enough for the tables where the output is no terminal."""
-    return console(width=None if sys.stdout.isatty() else 140, soft_wrap=False)
 
 
 @contextlib.contextmanager
@@ -50,7 +44,7 @@ def run(
     with _one_line_errors():
         report = profile_program(command, function=function, steps=steps, stop=stop)
         files = report.save(out)
-    _console().print(report)
+    print(report)
     for file in files:
         print(f"wrote {file}")
     sys.stdout.flush()
@@ -70,7 +64,7 @@ def compare_files(
     share = None if not fail_above else _percent(fail_above)
     with _one_line_errors():
         comparison = compare(Report.load(before), Report.load(after))
-    _console().print(comparison)
+    print(comparison)
     if share is not None and comparison.slower_by(share):
         typer.echo(f"the step is {comparison.ratio - 1:.1%} slower, more than {share:.1%}.", err=True)
         raise typer.Exit(1)
@@ -89,7 +83,7 @@ def _percent(text: str) -> float:
 @app.command("ceilings")
 def show_ceilings(again: Annotated[bool, typer.Option("--again", help="measure once more.")] = False) -> None:
     """Show what this card can do, measured once."""
-    _console().print(ceilings(again=again))
+    print(ceilings(again=again))
 
 
 def main() -> None:

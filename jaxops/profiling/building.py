@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
+from jaxops._lib.hlo import Module, module_of
 from jaxops.profiling import trace
 from jaxops.profiling.costs import Cost, cost_of
-from jaxops.profiling.hlo import Module, module_of
 from jaxops.profiling.machine import Ceilings
 from jaxops.profiling.memory import memory_of
 from jaxops.profiling.report import Kernel, Report
-from jaxops.profiling.scopes import Scope
+from jaxops.profiling.scopes import Scope, scopes_of
 from jaxops.profiling.trace import Event
 
 _ENOUGH = 0.95  # of the kernels' time
@@ -65,8 +65,12 @@ def build(recording: Recording, known: Ceilings | None) -> Report:
     device, steps = jax.local_devices()[0], recording.steps
     modules = {name: module_of(each) for name, each in recording.programs.items()}
     by_device: dict[int, list[Event]] = collections.defaultdict(list)
+    # Where a CUDA graph hides the instruction that launched a kernel: the one that the kernel is named after, as XLA
+    # names its fusions. Two equal fusions may share a kernel.
+    named = {name: {op.replace(".", "_"): op for op in module.instructions} for name, module in modules.items()}
     for event in recording.events:
-        by_device[event.device].append(_with_op(event, modules))
+        op = event.op or named.get(event.program, {}).get(event.name, "")
+        by_device[event.device].append(dataclasses.replace(event, op=op))
     count = max(1, len(by_device))
     executable = recording.programs.get(recording.program)
 
@@ -95,14 +99,6 @@ def build(recording: Recording, known: Ceilings | None) -> Report:
     return dataclasses.replace(report, notes=tuple(_notes(report, device.platform)))
 
 
-def _with_op(event: Event, modules: dict[str, Module]) -> Event:
-    """Where a CUDA graph hides the instruction that launched a kernel: the one that the kernel is named after, as XLA
-    names its fusions. Two equal fusions may share a kernel."""
-    if event.op or event.program not in modules:
-        return event
-    return dataclasses.replace(event, op=modules[event.program].named_kernels.get(event.name, ""))
-
-
 def _kernels(events: list[Event], modules: dict[str, Module], steps: int, known: Ceilings | None) -> tuple[Kernel, ...]:
     """A row for each kernel of each instruction, the longest first. An instruction's cost is its longest kernel's."""
     launches: dict[tuple[str, str, str, str], list[float]] = collections.defaultdict(list)
@@ -110,11 +106,12 @@ def _kernels(events: list[Event], modules: dict[str, Module], steps: int, known:
         launches[event.program, event.op, event.name, event.kind].append(event.us)
     rows: list[Kernel] = []
     counted: set[tuple[str, str]] = set()
+    scopes = {name: scopes_of(module) for name, module in modules.items()}
     for (program, op, name, kind), times in sorted(launches.items(), key=lambda item: -sum(item[1])):
         scope, cost, calls = Scope(), Cost(None, None), len(times) / steps
         if program in modules and op in modules[program].instructions:
             module = modules[program]
-            scope = module.scope(module.instructions[op])
+            scope = scopes[program](module.instructions[op])
             cost = cost_of(module.instructions[op], module) if (program, op) not in counted else Cost(0, 0)
             counted.add((program, op))
         flops, moved = (None if each is None else each * calls for each in (cost.flops, cost.bytes))
@@ -123,22 +120,10 @@ def _kernels(events: list[Event], modules: dict[str, Module], steps: int, known:
             least_us, needs = known.floor(flops or 0, moved, cost.dtype)
         rows.append(
             Kernel(
-                name=name,
-                kind=kind,
-                program=program,
-                op=op,
-                scope=str(scope),
-                primitive=scope.primitive,
-                stage=scope.stage,
-                calls=calls,
-                us=sum(times) / steps,
-                flops=flops,
-                bytes=moved,
-                dtype=cost.dtype,
-                least_us=least_us,
-                needs=needs,
+                name, kind, program, op, str(scope), scope.primitive, scope.stage, calls, sum(times) / steps,
+                flops, moved, cost.dtype, least_us, needs,
             )
-        )
+        )  # fmt: skip
     return tuple(rows)
 
 

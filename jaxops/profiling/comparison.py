@@ -3,10 +3,6 @@
 import collections
 import dataclasses
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from jaxops._lib.terminal import as_text
 from jaxops.profiling.report import Kernel, Report
 from jaxops.profiling.tables import cut, ms_text, table
 
@@ -50,22 +46,18 @@ class Comparison:
         """Whether the step became slower by more than `share`, such as 0.05."""
         return self.ratio > 1 + share
 
-    def __rich__(self) -> RenderableType:
-        before_us, after_us = self.before.step_us, self.after.step_us
-        head = (
-            f"{self.before.program}: a step took {ms_text(before_us)}, now {ms_text(after_us)} ({self.ratio - 1:+.1%})"
-        )
-        rows = table("kernel", "named scope", "before", "after", "difference", "change", numbers=(2, 6))
-        for row in self.rows[:_ROWS]:
-            times = (ms_text(row.before_us), ms_text(row.after_us), f"{row.difference_us / 1e3:+.3f} ms")
-            rows.add_row(cut(row.name), cut(row.scope), *times, row.change_text)
+    def __str__(self) -> str:
+        times = f"a step took {ms_text(self.before.step_us)}, now {ms_text(self.after.step_us)}"
+        rows = [
+            [cut(row.name), cut(row.scope), ms_text(row.before_us), ms_text(row.after_us), ms_text(row.difference_us),
+             row.change_text]
+            for row in self.rows[:_ROWS]
+        ]  # fmt: skip
         if rest := self.rows[_ROWS:]:
             difference_us = sum(row.difference_us for row in rest)
-            rows.add_row(f"{len(rest)} others", "", "", "", f"{difference_us / 1e3:+.3f} ms", "")
-        return Group(Text(head), rows)
-
-    def __str__(self) -> str:
-        return as_text(self)
+            rows.append([f"{len(rest)} others", "", "", "", ms_text(difference_us), ""])
+        head = f"{self.before.program}: {times} ({self.ratio - 1:+.1%})"
+        return f"{head}\n" + table("kernel|named scope|>before|>after|>difference|>change", rows)
 
 
 def compare(before: Report, after: Report) -> Comparison:

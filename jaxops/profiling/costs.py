@@ -16,7 +16,7 @@ from jaxlib import (
     xla_client,
 )
 
-from jaxops.profiling.hlo import Instruction, Module, arrays
+from jaxops._lib.hlo import Instruction, Module, arrays
 
 # They launch nothing themselves; alone, some of them end XLA's parser and the process.
 # fmt: off

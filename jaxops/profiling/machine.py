@@ -179,7 +179,7 @@ def measure(device: Any, sizes: Sizes) -> Ceilings:
         facts = current_device()
         copied, transferred = sizes.copied_bytes // 4, sizes.transferred_bytes // 4  # float32
         numbers = _normal(max(copied, transferred, *(m * k + k * n for m, k, n in sizes.dense)))
-        copy_us = _kernel_us(jax.jit(jnp.negative), numbers[:copied])
+        copy_us = _median_us(jax.jit(jnp.negative), numbers[:copied])
         rates: dict[str, float] = {}
         for dtype in ("bfloat16", "float16", "float32", *((_FP8,) if facts.has((8, 9)) else ())):
             measured = [_dense_tflops(numbers, shape, dtype) for shape in sizes.dense]
@@ -189,7 +189,7 @@ def measure(device: Any, sizes: Sizes) -> Ceilings:
         to_host = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Host))
         to_device = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device))
         x = numbers[:transferred]
-        host_us, device_us = _median_us(wall_times_us, to_host, x), _median_us(wall_times_us, to_device, to_host(x))
+        host_us, device_us = _median_us(to_host, x, wall=True), _median_us(to_device, to_host(x), wall=True)
         version = pathlib.Path("/sys/module/nvidia/version")
         return Ceilings(
             device=facts.kind,
@@ -204,34 +204,22 @@ def measure(device: Any, sizes: Sizes) -> Ceilings:
 
 
 def _dense_tflops(numbers: jax.Array, shape: tuple[int, int, int], dtype: str) -> float | None:
-    """None where FP8 is not multiplied by cuBLASLt: XLA then widens the operands."""
-    m, k, n = shape
-    x, w = _operands(numbers, shape, dtype)
-    product = _fp8_product if dtype == _FP8 else _product
+    """Of the first numbers times the last ones. None where FP8 is not multiplied by cuBLASLt: XLA then widens the
+    operands."""
+    (m, k, n), fp8 = shape, dtype == _FP8  # which cuBLASLt multiplies as x [M, K] @ w [N, K].T
+    x = numbers[: m * k].reshape(m, k).astype(dtype)
+    w = numbers[-k * n :].reshape((n, k) if fp8 else (k, n)).astype(dtype)
+    product = functools.partial(
+        lax.dot_general,
+        dimension_numbers=(((1,), (1 if fp8 else 0,)), ((), ())),
+        precision=lax.Precision.DEFAULT,  # whatever jax_default_matmul_precision says
+        preferred_element_type=jnp.dtype("bfloat16" if fp8 else dtype),
+    )
     # cuBLAS only, as in the benchmarks' dense rates: XLA would otherwise autotune its own Triton GEMMs, too.
     compiled = jax.jit(product).lower(x, w).compile({"xla_gpu_enable_triton_gemm": False})
-    if dtype == _FP8 and _CUBLASLT_FP8 not in (compiled.as_text() or ""):
+    if fp8 and _CUBLASLT_FP8 not in (compiled.as_text() or ""):
         return None
-    return 2 * m * k * n / _kernel_us(compiled, x, w) / 1e6
-
-
-def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.matmul(x, w, precision=lax.Precision.DEFAULT)  # whatever jax_default_matmul_precision says
-
-
-def _fp8_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [M, K] @ w [N, K].T: the form that cuBLASLt supports."""
-    return lax.dot_general(
-        x, w, (((1,), (1,)), ((), ())), precision=lax.Precision.DEFAULT, preferred_element_type=jnp.bfloat16
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _operands(numbers: jax.Array, shape: tuple[int, int, int], dtype: str) -> tuple[jax.Array, jax.Array]:
-    """x [M, K] and w [K, N], or [N, K] for FP8, of the first and the last of the numbers."""
-    m, k, n = shape
-    x, w = numbers[: m * k].reshape(m, k), numbers[-k * n :].reshape((n, k) if dtype == _FP8 else (k, n))
-    return x.astype(dtype), w.astype(dtype)
+    return 2 * m * k * n / _median_us(compiled, x, w) / 1e6
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -241,15 +229,11 @@ def _normal(count: int) -> jax.Array:
     return jnp.resize(jax.random.normal(jax.random.key(0), (min(count, 1 << 24),), jnp.float32), (count,))
 
 
-def _kernel_us(call: Callable, *args: jax.Array) -> float:
-    """The median time of a call's kernels; where there is no GPU, of the call."""
-    return _median_us(device_times_us if current_device().platform == "gpu" else wall_times_us, call, *args)
-
-
-def _median_us(times_us: Callable[..., list[float]], call: Callable, *args: jax.Array) -> float:
-    result_bytes = call(*args).nbytes
+def _median_us(call: Callable, *args: jax.Array, wall: bool = False) -> float:
+    """The median time of a call's kernels; with wall, or where there is no GPU, of the call."""
+    times_us = wall_times_us if wall or current_device().platform != "gpu" else device_times_us
     once_us = wall_times_us(call, *args, iterations=1)[0]
-    calls = min(50, _ALIVE_BYTES / result_bytes, max(3.0, _WORK_US / max(once_us, 1.0)))
+    calls = min(50, _ALIVE_BYTES / call(*args).nbytes, max(3.0, _WORK_US / max(once_us, 1.0)))
     return max(float(np.median(times_us(call, *args, iterations=max(1, int(calls))))), 1e-3)
 
 

@@ -10,19 +10,16 @@ import pathlib
 import tempfile
 import types
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from google.protobuf import empty_pb2, unknown_fields
 from google.protobuf.message import DecodeError
-from rich.console import Group, RenderableType
-from rich.text import Text
 
-from jaxops._lib.terminal import as_text
+from jaxops._lib.hlo import Module, arrays, module_of
 from jaxops.offload.reports import sizes
 from jaxops.profiling import trace
-from jaxops.profiling.hlo import Module, arrays, module_of
-from jaxops.profiling.scopes import Stage, own_metadata
-from jaxops.profiling.tables import bytes_text, cut, table
+from jaxops.profiling.scopes import Stage, own_metadata, scopes_of
+from jaxops.profiling.tables import bytes_text, cut, share_text, table
 
 _ROWS = 15
 _HOST = 5  # memory space
@@ -80,29 +77,26 @@ class Memory:
             totals["/".join(each.scope.split("/")[:depth])] += each.bytes
         return dict(totals.most_common())
 
-    def __rich__(self) -> RenderableType:
+    def __str__(self) -> str:
         head = (
             f"{bytes_text(self.peak_bytes)} at the peak: {bytes_text(self.argument_bytes)} arguments, "
             f"{bytes_text(self.output_bytes)} outputs, {bytes_text(self.temporary_bytes)} temporaries"
         )
         head += f"; {bytes_text(self.host_bytes)} in host memory" if self.host_bytes else ""
         if not self.holders:
-            return Text(f"{head}; XLA hands out no record of the arrays")
+            return f"{head}; XLA hands out no record of the arrays"
         alike: dict[Holder, int] = collections.Counter(self.holders)
-        rows = sorted(alike.items(), key=lambda row: -row[0].bytes * row[1])
-        shown = table("array", "bytes", "share", "kind", "stage", "computed in", numbers=(1, 3))
-        for each, count in rows[:_ROWS]:
-            name, total = f"{count} x {each.shape}" if count > 1 else each.shape, count * each.bytes
-            share = f"{total / max(self.peak_bytes, 1):.1%}"
-            scope = cut(each.scope or "(unknown)", 64)
-            shown.add_row(name, bytes_text(total), share, each.kind, each.stage or "", scope)
-        if rest := rows[_ROWS:]:
-            shown.add_row(f"{len(rest)} others", bytes_text(sum(each.bytes * count for each, count in rest)))
-        shown.add_row("gaps, padding", bytes_text(self.unexplained_bytes))
-        return Group(Text(head), shown)
-
-    def __str__(self) -> str:
-        return as_text(self)
+        found = sorted(((each.bytes * count, count, each) for each, count in alike.items()), key=lambda row: -row[0])
+        rows = []
+        for total, count, each in found[:_ROWS]:
+            name, share = f"{count} x {each.shape}" if count > 1 else each.shape, share_text(total, self.peak_bytes)
+            rows.append(
+                [name, bytes_text(total), share, each.kind, each.stage or "", cut(each.scope or "(unknown)", 64)]
+            )
+        if rest := found[_ROWS:]:
+            rows.append([f"{len(rest)} others", bytes_text(sum(total for total, _, _ in rest)), *4 * [""]])
+        rows.append(["gaps, padding", bytes_text(self.unexplained_bytes), *4 * [""]])
+        return f"{head}\n" + table("array|>bytes|>share|kind|stage|computed in", rows)
 
 
 def memory(step: Any, *args: Any, **kwargs: Any) -> Memory:
@@ -145,7 +139,7 @@ def memory_of(executable: Any) -> Memory:
             with trace.recording(folder):
                 pass
             record = _record(pathlib.Path(folder), executable, module)
-        holders = [_holder(each, module) for each in _buffers(record)] if record else []
+        holders = [*_holders(record, module)] if record else []
     except (trace.ProfilerBusy, DecodeError):
         holders = []
     return Memory(
@@ -156,24 +150,6 @@ def memory_of(executable: Any) -> Memory:
         host_bytes=sum(sizes(reserved, "host_")),
         holders=tuple(sorted(holders, key=lambda each: -each.bytes)),
     )
-
-
-class _Buffer(NamedTuple):
-    bytes: int
-    kind: Kind
-    instruction: str
-    result: int  # of the instruction's tuple
-
-
-def _holder(buffer: _Buffer, module: Module) -> Holder:
-    instruction = module.instructions.get(buffer.instruction)
-    if instruction is None:
-        return Holder(buffer.bytes, buffer.kind)
-    shape = str(dict(enumerate(arrays(instruction.type))).get(buffer.result, ""))
-    if buffer.kind == "argument":
-        return Holder(buffer.bytes, buffer.kind, instruction.text("op_name") or instruction.name, shape)
-    scope = module.scope(instruction)
-    return Holder(buffer.bytes, buffer.kind, "/".join(filter(None, (*scope.path, scope.primitive))), shape, scope.stage)
 
 
 _Fields = dict[int, list[Any]]  # by number: ints, and bytes of strings and messages
@@ -200,11 +176,12 @@ def _record(folder: pathlib.Path, executable: Any, module: Module) -> tuple[_Fie
     return max(same, key=lambda each: each[0].get(8) == aliases, default=None)
 
 
-def _buffers(record: tuple[_Fields, _Fields]) -> Iterator[_Buffer]:
+def _holders(record: tuple[_Fields, _Fields], module: Module) -> Iterator[Holder]:
     """Arguments, results in memory of their own, and the largest temporaries that share no memory."""
-    module, assignment = record
-    names = {_number(line, 35): line[1][0].decode() for line in _lines(module)}
+    program, assignment = record
+    names = {_number(line, 35): line[1][0].decode() for line in _lines(program)}
     values = {_number(value, 1): value for value in _messages(assignment, 1)}
+    scope_of = scopes_of(module)
     for block in _messages(assignment, 3):
         is_argument, is_output = _number(block, 5), _number(block, 7)
         is_table = is_output and _number(block, 11)  # the addresses of a tuple's arrays
@@ -218,10 +195,19 @@ def _buffers(record: tuple[_Fields, _Fields]) -> Iterator[_Buffer]:
             if any(offset < end and start < offset + size for start, end in chosen):
                 continue
             chosen.append((offset, offset + size))
+            moved = size if kind == "temporary" else _number(block, 2)
             at = next(_messages(values[value], 3))
-            result = _numbers(at[3][0])[-1] if 3 in at else 0
-            name = names.get(_number(at, 4), "")
-            yield _Buffer(size if kind == "temporary" else _number(block, 2), kind, name, result)
+            instruction = module.instructions.get(names.get(_number(at, 4), ""))
+            if instruction is None:
+                yield Holder(moved, kind)
+            else:
+                result = _numbers(at[3][0])[-1] if 3 in at else 0  # of the instruction's tuple
+                shape = str(dict(enumerate(arrays(instruction.type))).get(result, ""))
+                scope = scope_of(instruction)
+                path, stage = "/".join(filter(None, (*scope.path, scope.primitive))), scope.stage
+                if kind == "argument":
+                    path, stage = instruction.text("op_name") or instruction.name, None
+                yield Holder(moved, kind, path, shape, stage)
             if kind != "temporary":
                 break
 

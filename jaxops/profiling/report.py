@@ -8,11 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from rich.console import Group as Lines
-from rich.console import RenderableType
-from rich.text import Text
-
-from jaxops._lib.terminal import as_text
 from jaxops.profiling.machine import Ceilings
 from jaxops.profiling.memory import Holder, Memory
 from jaxops.profiling.scopes import Stage
@@ -229,14 +224,14 @@ class Report:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Report":
-        """Reads `to_json`'s text.
+    def load(cls, file: str | pathlib.Path) -> "Report":
+        """Reads what `save` wrote.
 
         Raises:
-          ValueError: it is not of a report.
+          ValueError: the file is not of a report.
         """
         try:
-            fields = json.loads(text)
+            fields = json.loads(pathlib.Path(file).read_text("utf-8"))
             fields["kernels"] = tuple(Kernel(**each) for each in fields["kernels"])
             fields["notes"] = tuple(fields["notes"])
             if (memory := fields.get("memory")) is not None:
@@ -244,15 +239,10 @@ class Report:
             if fields.get("ceilings") is not None:
                 fields["ceilings"] = Ceilings(**fields["ceilings"])
             return cls(**fields)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(f"this is no report of jaxops.profiling: {type(error).__name__}: {error}") from error
-
-    @classmethod
-    def load(cls, file: str | pathlib.Path) -> "Report":
-        try:
-            return cls.from_json(pathlib.Path(file).read_text("utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{file}: this is no report of jaxops.profiling: {type(error).__name__}: {error}"
+            ) from error
 
     @property
     def summary(self) -> str:
@@ -277,32 +267,25 @@ class Report:
             lines.append("busy for longer than a step takes without the profiler, which makes kernels somewhat slower")
         return "\n  ".join(lines)
 
-    def _table(self, title: str, groups: Sequence[Group]) -> RenderableType:
-        kernels = table(title, "calls", "time", "share", "TFLOP/s", "GB/s", "of ceiling", "bound by", numbers=(1, 7))
+    def _table(self, title: str, groups: Sequence[Group]) -> str:
         rest = groups[_ROWS:]
         others = [Group(f"{len(rest)} others", tuple(each for group in rest for each in group.kernels))] if rest else []
+        rows = []
         for group in [*groups[:_ROWS], *others]:
+            reached = "" if group.of_ceiling is None else f"{group.of_ceiling:.0%}"
+            known = (rate_text(group.tflops), rate_text(group.gbps), reached)
             mark = ">" if group.partial else ""  # more than is known
-            rates = (f"{mark}{rate_text(rate)}" if rate else "" for rate in (group.tflops, group.gbps))
-            reached = "" if group.of_ceiling is None else f"{mark}{group.of_ceiling:.0%}"
             share = share_text(group.us, self.kernels_us)
-            kernels.add_row(
-                cut(group.name), f"{group.calls:,.0f}", ms_text(group.us), share, *rates, reached, group.bound
-            )
-        return kernels
-
-    def __rich__(self) -> RenderableType:
-        return Lines(
-            Text(self.summary),
-            self._table("kernel", self.by_kernel()),
-            self._table("named scope", self.by_scope(together=True)),
-            self._table("part of the step", self.by_stage()),
-            *([self.memory] if self.memory else []),
-            *(Text(f"note: {note}", style="dim") for note in self.notes),
-        )
+            rows.append([cut(group.name), f"{group.calls:,.0f}", ms_text(group.us), share,
+                         *(f"{mark}{text}" if text else "" for text in known), group.bound])  # fmt: skip
+        return table(f"{title}|>calls|>time|>share|>TFLOP/s|>GB/s|>of ceiling|bound by", rows)
 
     def __str__(self) -> str:
-        return as_text(self)
+        tables = {"kernel": self.by_kernel(), "named scope": self.by_scope(together=True)}
+        tables["part of the step"] = self.by_stage()
+        parts = [self.summary, *(self._table(title, groups) for title, groups in tables.items())]
+        parts += [str(self.memory)] if self.memory else []
+        return "\n\n".join([*parts, *(f"note: {note}" for note in self.notes)])
 
     def save(self, folder: str | pathlib.Path, name: str = "profile") -> list[pathlib.Path]:
         """Writes NAME.json and NAME.txt."""

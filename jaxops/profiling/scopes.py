@@ -1,12 +1,15 @@
 """Where in a model an instruction comes from: the path that JAX gives it and XLA keeps as `op_name`."""
 
+import collections
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import jax
+
+from jaxops._lib.hlo import Instruction, Module
 
 _WRAPPED = re.compile(r"([\w.\-]+)\((.*)\)$")
 # Parts of a path that are transformations and calls, not the user's names.
@@ -78,6 +81,48 @@ def _split(op_name: str) -> list[str]:
             parts.append(op_name[start:i])
             start = i + 1
     return [*parts, op_name[start:]]
+
+
+def scopes_of(module: Module) -> Callable[[Instruction], Scope]:
+    """instruction -> where in the model it comes from; of a fusion that has no scope, the commonest scope inside.
+
+    Without named scopes the path has the classes whose `__call__` was running, as far as XLA knows the stack.
+    """
+    classes = _classes(module.head)
+
+    def own(instruction: Instruction) -> Scope:
+        scope = scope_of(instruction.text("op_name"))
+        frame = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
+        return scope if scope.path or not frame else scope._replace(path=classes.get(int(frame[1]), ()))
+
+    def scope(instruction: Instruction) -> Scope:
+        if (outer := own(instruction)).path:
+            return outer
+        inner = collections.Counter(each for inside in module.inner(instruction) if (each := own(inside)).path)
+        return inner.most_common(1)[0][0] if inner else outer
+
+    return scope
+
+
+def _classes(head: str) -> dict[int, tuple[str, ...]]:
+    """By stack frame: classes whose `__call__` is on the stack, outermost first, from the tables before a program."""
+
+    def rows(title: str) -> dict[int, str]:
+        part = head.partition(f"\n{title}\n")[2].partition("\n\n")[0]
+        return {int(number): row for number, row in re.findall(r"^(\d+) (.*)$", part, re.MULTILINE)}
+
+    def number(row: str, key: str) -> int:
+        value = re.search(rf"\b{key}=(\d+)", row)
+        return int(value[1]) if value else 0
+
+    functions, locations = rows("FunctionNames"), rows("FileLocations")
+    classes: dict[int, tuple[str, ...]] = {}
+    for frame, row in sorted(rows("StackFrames").items()):
+        function = functions.get(number(locations.get(number(row, "file_location_id"), ""), "function_name_id"), "")
+        outer = classes.get(number(row, "parent_frame_id") - 1, ())  # a root is its own parent
+        name, is_call, _ = function.strip('"').partition(".__call__")
+        classes[frame] = (*outer, name.split(".")[-1]) if is_call else outer
+    return classes
 
 
 @contextlib.contextmanager

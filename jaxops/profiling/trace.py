@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 import re
 import tempfile
@@ -161,18 +162,11 @@ def _read_file(file: pathlib.Path, events: list[Event], launches: list[Launch]) 
 
 def union_us(events: Iterable[Event]) -> float:
     """Microseconds in which at least one of the events runs."""
-    return sum(end - start for start, end in spans(events))
-
-
-def spans(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """(start, end) of the times in which at least one event runs, in order."""
-    found: list[list[float]] = []
+    total, until = 0.0, -math.inf
     for start, end in sorted((event.start_us, event.end_us) for event in events):
-        if found and start <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], end)
-        else:
-            found.append([start, end])
-    return [(start, end) for start, end in found]
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def exposed_us(events: Iterable[Event], others: Iterable[Event]) -> float:

@@ -3,21 +3,21 @@
 import contextlib
 import itertools
 import pathlib
+import re
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from jaxops import tuning
 from jaxops._lib.card import disturbance
 from jaxops._lib.planning.description import Tuning
 from jaxops._lib.planning.tuned import export_rows, remove_rows, rows_in, user_file, user_files, user_folder
 from jaxops._lib.python_program import ProgramError
-from jaxops._lib.terminal import console, show_any_text
+from jaxops._lib.terminal import show_any_text
 from jaxops.described import tunings
+from jaxops.profiling.tables import table
 from jaxops.tuning.program import problems_of, run_recorded, tune_all, untuned
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -39,11 +39,6 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def _words(text: str, known: Sequence[str]) -> list[str]:
-    """The comma-separated words of an option."""
-    return [_word(word, known) for word in text.split(",")]
-
-
 def _word(text: str, known: Sequence[str]) -> str:
     if text not in known:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(known)}.")
@@ -62,6 +57,20 @@ def _sizes(text: str, names: tuple[str, ...]) -> dict[str, int]:
     return dict(zip(names, map(int, words), strict=True))
 
 
+def _values(op: Tuning, words: Sequence[str]) -> dict[str, Sequence[Any]]:
+    """The values of the op's own fields: their defaults, or those of options such as --scaling rowwise,tensorwise."""
+    values = {field: default for field, (_, default) in op.values.items()}
+    options = " ".join(words)
+    pairs = re.findall(r"--(\w+)[= ](\S+)", options)
+    if not re.fullmatch(r"(--\w+[= ]\S+ ?)*", options) or not {field for field, _ in pairs} <= values.keys():
+        own = ", ".join(f"--{field}" for field in values) or "none"
+        raise typer.BadParameter(f"{options!r}: the op's own options are {own}.")
+    for field, text in pairs:
+        known = {str(value): value for value in op.values[field][0]}
+        values[field] = [known[_word(each, tuple(known))] for each in text.split(",")]
+    return values
+
+
 def _check_card() -> None:
     if found := disturbance():
         raise tuning.TuningError(f"{found}: tune on a cool card of your own, or pass --force.")
@@ -71,10 +80,9 @@ def _tune(
     problems: Sequence[Any], force: bool, *, again: bool, dry_run: bool, passes: Sequence[str] | None = None
 ) -> None:
     """Tunes the problems and says what each pass gained."""
-    say = console(soft_wrap=True, highlight=False).print
     check = (lambda: None) if force else _check_card
     with _one_line_errors():
-        rows = tune_all(problems, again=again, passes=passes, dry_run=dry_run, check=check, say=say)
+        rows = tune_all(problems, again=again, passes=passes, dry_run=dry_run, check=check)
     if not rows:
         print("Nothing to tune." if again else "Nothing to tune; --again measures passes that have rows of yours.")
     elif not dry_run:
@@ -107,39 +115,40 @@ def main(
     with _one_line_errors():
         problems = problems_of(shlex.split(from_step))
     device = tuning.current_device()
-    table = Table("op", "problem", "traced", "passes without a row of yours")
-    for problem, count in problems:
-        table.add_row(tuning.op_of(problem)[0], str(problem), str(count), ", ".join(untuned(problem, device)) or "none")
-    console().print(table)
+    rows = [
+        [tuning.op_of(problem)[0], str(problem), str(count), ", ".join(untuned(problem, device)) or "none"]
+        for problem, count in problems
+    ]
+    print(table("op|problem|>traced|passes without a row of yours", rows))
     _tune([problem for problem, _ in problems], force, again=again, dry_run=dry_run)
 
 
 def _add_command(name: str, op: Tuning) -> None:
     """The command that tunes shapes of one op."""
 
-    @app.command(name.replace("_", "-"), help=f"Tune shapes of {name}.", no_args_is_help=True)
+    own = "".join(f" --{field} {','.join(map(str, known))}" for field, (known, _) in op.values.items())
+    help_text = f"Tune shapes of {name}." + (f" Its own options, with some of these values:{own}." if own else "")
+
+    # What is no option here may be one of the op.
+    @app.command(
+        name.replace("_", "-"),
+        help=help_text,
+        no_args_is_help=True,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
     def command(
+        context: typer.Context,
         shape: Annotated[list[str], typer.Option(help=f"{','.join(op.shape)} of the forward; may be repeated.")],
         dtype: Annotated[str, typer.Option(help=f"of the operands, one of {', '.join(_DTYPES)}.")] = "bfloat16",
         passes: Annotated[str, typer.Option(help="comma-separated; by default all.")] = "",
-        scaling: Annotated[str, typer.Option(help="of quantize, comma-separated; by default all.")] = "",
-        layouts: Annotated[str, typer.Option(help="of quantize, comma-separated; by default all.")] = "",
-        recipes: Annotated[str, typer.Option(help="of fp8-matmul, comma-separated.")] = "",
         dry_run: DryRun = False,
         force: Force = False,
     ) -> None:
-        kind = _word(dtype, _DTYPES)
-        shapes = [_sizes(text, op.shape) for text in shape]
-        chosen = _words(passes, op.planner.passes) if passes else None
-        values = {field: default for field, (_, default) in op.values.items()}
-        for field, text in (("scaling", scaling), ("layouts", layouts), ("recipe", recipes)):
-            if text and field not in values:
-                raise typer.BadParameter(f"{name} has no {field}.")
-            if text:
-                values[field] = _words(text, op.values[field][0])
-        with_dtype = {"dtype": kind} if "dtype" in op.problem.__dataclass_fields__ else {}
+        shapes, values = [_sizes(text, op.shape) for text in shape], _values(op, context.args)
+        chosen = [_word(each, op.planner.passes) for each in passes.split(",")] if passes else None
+        kind = {"dtype": _word(dtype, _DTYPES)} if "dtype" in op.problem.__dataclass_fields__ else {}
         problems = [
-            op.problem(**sizes, **with_dtype, **dict(zip(values, each, strict=True)))
+            op.problem(**sizes, **kind, **dict(zip(values, each, strict=True)))
             for sizes, each in itertools.product(shapes, itertools.product(*values.values()))
         ]
         _tune(problems, force, again=True, passes=chosen, dry_run=dry_run)
@@ -152,30 +161,21 @@ for _name, _tuning in tunings().items():
 @app.command("list")
 def list_rows(op: OneOp = "") -> None:
     """Show your rows."""
-    table = Table("op", "device", "pass", "for", "tiles", "us", "speed", "gain", "measured")
     with _one_line_errors():
         stored = {file: rows_in(file) for file in user_files(_op(op))}
+    lines = []
     for file, rows in stored.items():
-        tuning_of = tunings().get(file.parent.name)
+        fields = tunings()[file.parent.name].problem.__dataclass_fields__ if file.parent.name in tunings() else ()
         for row in rows:
-            fields = () if tuning_of is None else tuning_of.problem.__dataclass_fields__
             problem = ", ".join(f"{name}={row[name]}" for name in fields if name in row)
             tiles = ", ".join(f"{name}={value}" for name, value in row.get("tiles", {}).items())
             speed = next((f"{row[unit]} {unit}" for unit in ("tflops", "gbps") if unit in row), "")
             gain = f"{row['gain_percent']} %" if "gain_percent" in row else ""
             made = f"{row.get('date', '')}, jax {row.get('jax', '')}"
-            table.add_row(
-                file.parent.name,
-                file.stem,
-                row.get("pass", ""),
-                problem,
-                tiles,
-                str(row.get("us", "")),
-                speed,
-                gain,
-                made,
-            )
-    console(soft_wrap=not sys.stdout.isatty()).print(table if table.row_count else f"No rows in {user_folder()}.")
+            us = str(row.get("us", ""))
+            lines.append([file.parent.name, file.stem, row.get("pass", ""), problem, tiles, us, speed, gain, made])
+    titles = "op|device|pass|for|tiles|>us|>speed|>gain|measured"
+    print(table(titles, lines) if lines else f"No rows in {user_folder()}.")
 
 
 @app.command()

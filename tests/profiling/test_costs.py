@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxops._lib.hlo import Module, module_of
 from jaxops.profiling.costs import cost_of
-from jaxops.profiling.hlo import Module, module_of
+from jaxops.profiling.scopes import scopes_of
 
 pytestmark = pytest.mark.versions
 
@@ -94,4 +95,4 @@ def test_custom_calls():
     pairs = (2 * 4) * 128 * 128 // 2
     assert cost["attention"] == (2 * 2 * pairs * 64, 4 * 2 * (2 * 4 * 128 * 64), "bfloat16"), "without its workspace"
     assert cost["total"].flops == 32 * 64 - 32
-    assert module.scope(module.instructions["stated"]).path == ("Net", "moe", "grouped_matmul_fwd")
+    assert scopes_of(module)(module.instructions["stated"]).path == ("Net", "moe", "grouped_matmul_fwd")

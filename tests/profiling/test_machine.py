@@ -6,7 +6,6 @@ import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxops._lib.planning.device import Device, current_device
@@ -41,10 +40,11 @@ def test_rates_are_work_over_time(monkeypatch):
     """The better shape counts, a copy moves twice its bytes, and transfers once."""
     device, asked = jax.devices()[2], []
 
-    def median_us(times_us, call, *args):
+    def median_us(call, *args, wall=False):
         assert {each for x in args for each in x.devices()} == {device}
         asked.append([x.shape for x in args])
-        if {x.sharding.memory_kind for x in (*args, call(*args))} != {"device"}:
+        if wall:
+            assert {x.sharding.memory_kind for x in (*args, call(*args))} == {"device", "pinned_host"}
             return 8.0 if args[0].sharding.memory_kind == "device" else 4.0
         return 2.0 if len(args) == 1 or args[0].shape == (16, 32) else 4.0
 
@@ -65,13 +65,6 @@ def test_a_gpu_with_fp8_that_cublaslt_does_not_multiply_has_no_rate_of_it(monkey
     assert "float8_e4m3fn" not in machine.measure(jax.devices()[0], TINY).dense_tflops
     monkeypatch.setattr(machine, "_CUBLASLT_FP8", "")  # in every program
     assert list(machine.measure(jax.devices()[0], TINY).dense_tflops)[-1] == "float8_e4m3fn"
-
-
-def test_fp8_product_is_that_of_its_operands():
-    x, w = machine._operands(machine._normal(1024), (16, 32, 8), "float8_e4m3fn")
-    assert (x.shape, w.shape, x.dtype) == ((16, 32), (8, 32), jnp.float8_e4m3fn)
-    want = np.asarray(x, np.float32) @ np.asarray(w, np.float32).T
-    np.testing.assert_allclose(np.asarray(machine._fp8_product(x, w), np.float32), want, rtol=1e-2, atol=1e-2)
 
 
 def test_ceilings_are_kept(measured):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxops.profiling.hlo import Module, module_of
-from jaxops.profiling.scopes import Scope, own_metadata, scope_of
+from jaxops._lib.hlo import Module, module_of
+from jaxops.profiling.scopes import Scope, own_metadata, scope_of, scopes_of
 
 pytestmark = pytest.mark.versions
 
@@ -50,7 +50,7 @@ def test_without_named_scopes_the_classes_of_the_stack_are_the_path():
     finally:
         jax.config.update("jax_traceback_in_locations_limit", before)
     # pytest's own classes stand before them.
-    scopes = {(scope.path[-2:], scope.stage) for scope in map(module.scope, module.instructions.values())}
+    scopes = {(scope.path[-2:], scope.stage) for scope in map(scopes_of(module), module.instructions.values())}
     assert (("Mlp", "Linear"), "forward") in scopes
     # The product's: jnp.tanh is jitted, and JAX keeps its gradient with the stack of the first call of that shape.
     assert (("Mlp", "Linear"), "backward") in scopes
@@ -77,4 +77,4 @@ ENTRY %main (x: f32[]) -> f32[] {
 
 def test_a_fusion_without_a_scope_has_that_of_its_inside():
     module = Module(FUSION)
-    assert module.scope(module.instructions["fusion"]) == Scope(("Net", "mlp"), "exp", "forward")
+    assert scopes_of(module)(module.instructions["fusion"]) == Scope(("Net", "mlp"), "exp", "forward")

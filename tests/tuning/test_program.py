@@ -1,12 +1,8 @@
 """The problems of a program, one tuning session over them, and the stored rows as files."""
 
-import importlib
-import json
 import os
 import pathlib
 import re
-import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +12,7 @@ from typer.testing import CliRunner
 import jaxops
 import jaxops.tuning
 from jaxops._lib.planning.device import Device
-from jaxops._lib.planning.plans import Planner
-from jaxops._lib.planning.tuned import store_rows, tuned_rows, user_file
+from jaxops._lib.planning.tuned import tuned_rows, user_file
 from jaxops.described import tunings
 from jaxops.ops import adaln, fp8_matmul, grouped_matmul, quantize
 from jaxops.tuning import TuningError, program, record, use_rows
@@ -72,20 +67,6 @@ def test_record_sees_the_ops_inside_of_ops():
     assert grouped_matmul.Problem(2, 8, 16, 8, "float32") in problems
 
 
-def test_a_program_in_this_process(script, tmp_path, monkeypatch):
-    """By file and by module; also of one that fails; its arguments are its own."""
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    before, out = sys.argv, tmp_path / "problems"
-    for words in (["python3.13", str(script), "0"], [str(script), "3"], ["python", "-m", "a_program", "0"]):
-        out.unlink(missing_ok=True)
-        with pytest.raises(SystemExit):
-            program.run_recorded(words, out)
-        found = [json.loads(line) for line in out.read_text().splitlines()]
-        assert [(line["op"], line["traced"]) for line in found] == [("adaln", 1), ("grouped_matmul", 2)]
-        assert tunings()["grouped_matmul"].problem(**found[1]["problem"]) == LARGE
-        assert sys.argv is before
-
-
 @pytest.mark.parametrize("words", [[], ["python"], ["-m"], ["make", "demo"], ["python", "-c", "pass"]])
 def test_what_is_no_program(words, tmp_path):
     with pytest.raises(program.ProgramError, match=r"write 'python -m MODULE \.\.\.' or 'python FILE\.py"):
@@ -95,9 +76,9 @@ def test_what_is_no_program(words, tmp_path):
 def test_a_program_in_its_own_process(script, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     root = str(pathlib.Path(jaxops.__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, str(script.parent), os.environ.get("PYTHONPATH", "")]))
     said = []
-    words = ["python", str(script), "1", "--", "--help"]  # the program's, every one
+    words = ["python3.13", "-m", "a_program", "1", "--", "--help"]  # the program's, every one behind its name
     assert program.problems_of(words, said.append) == [(LARGE, 2), (SMALL, 1)]
     assert said == ["The program ended with status 1; these are the problems until then."]
     script.write_text("raise SystemExit(2)")
@@ -249,17 +230,6 @@ def test_a_command_asks_for_the_card(measured, monkeypatch):
     assert not user_file("adaln", CARD).exists()
 
 
-def test_options_before_a_command():
-    code, text = run("--dry-run", "adaln", "--shape", "4,8,1")
-    assert code == 2
-    assert "write the options behind adaln" in text
-
-
-def test_one_op_and_one_dtype():
-    assert "'adaln,route' is not one of" in run("list", "adaln,route")[1]
-    assert "'bfloat16,float32' is not one of" in run("adaln", "--shape", "4,8,1", "--dtype", "bfloat16,float32")[1]
-
-
 def test_a_damaged_file(measured):
     program.tune_all([SMALL])
     file = user_file("adaln", CARD)
@@ -277,37 +247,36 @@ def test_rows_name_their_op():
         adaln.make_plan(SMALL, CARD, [row])
 
 
+def stored(name: str = "fwd", kernel: str = "pallas", **change) -> dict:
+    tiles = vars(grouped_matmul.Tiles(32, 16, 16)) | ({} if kernel == "pallas" else {"kernel": kernel})
+    return {"op": "grouped_matmul", "pass": name, **vars(LARGE), "tiles": tiles, **change}
+
+
 @pytest.mark.parametrize(
-    ("op", "parts"),
+    ("rows", "wanted"),
     [
-        ("permute", ["permute"]),
-        ("route", ["route"]),
-        ("grouped_glu", ["grouped_glu", "grouped_matmul"]),
-        ("moe_mlp", ["grouped_glu", "grouped_matmul", "permute"]),
+        ([], ["fwd", "dgrad", "wgrad"]),
+        ([stored()], ["dgrad", "wgrad"]),
+        ([stored(), stored("wgrad"), stored("dgrad")], []),
+        ([stored(M=17)], ["dgrad", "wgrad"]),  # up to the same power of two
+        ([stored(M=16), stored("dgrad", M=33)], ["fwd", "dgrad", "wgrad"]),
+        ([stored(K=32), stored(N=8), stored(G=3), stored(dtype="bfloat16")], ["fwd", "dgrad", "wgrad"]),
+        ([stored(kernel="triton")], ["fwd", "dgrad", "wgrad"]),
     ],
+    ids=["none", "one", "all", "bucket", "lengths", "sizes", "kernel"],
 )
-def test_a_call_reads_the_rows_of_its_op_and_of_its_parts(monkeypatch, op, parts):
-    device = jaxops.tuning.current_device()
-    for name in tunings():
-        store_rows(name, device, [{"pass": "none"}], same=lambda row, old: False)
-    ones, offsets = jnp.ones, jnp.array([0, 4, 8])
-    routing = jaxops.route(ones((4, 2)), 2)
-    calls = {
-        "permute": lambda: jaxops.combine(jaxops.permute(ones((4, 8)), routing), routing),
-        "route": lambda: jaxops.route(ones((4, 2)), 1),
-        "grouped_glu": lambda: jaxops.grouped_glu(ones((8, 8)), ones((2, 8, 8)), ones((2, 8, 8)), offsets),
-        "moe_mlp": lambda: jaxops.moe_mlp(ones((4, 8)), ones((2, 8, 8)), ones((2, 8, 8)), ones((2, 8, 8)), routing),
-    }
-    api = importlib.import_module(f"jaxops.ops.{op}.api")
-    owner: Any = api if hasattr(api, "make_plan") else Planner  # of what `Planner.prepare` calls
-    make_plan, seen = owner.make_plan, []
+def test_untuned_is_what_no_row_of_ones_own_serves(rows, wanted, monkeypatch):
+    monkeypatch.setattr(jaxops.tuning, "current_device", lambda: CARD)
+    jaxops.tuning.store(rows)
+    assert program.untuned(LARGE, CARD) == wanted
+    assert program.untuned(LARGE, Device("NVIDIA Other", "gpu")) == ["fwd", "dgrad", "wgrad"]
+    monkeypatch.setattr(tunings()["grouped_matmul"], "kernels", lambda *_: ("pallas", "triton"))
+    assert program.untuned(LARGE, CARD) == ["fwd", "dgrad", "wgrad"], "each kernel needs its row"
 
-    def recorded(*given, **how):
-        *given, rows = given
-        seen.append({row["op"] for row in rows})
-        return make_plan(*given, [], **how)
 
-    monkeypatch.setattr(owner, "make_plan", recorded)
-    calls[op]()
-    assert seen
-    assert all(names == set(parts) for names in seen)
+def test_shipped_rows_are_not_ones_own():
+    card = Device("NVIDIA H200", "gpu")
+    shipped = next(each for each in tuned_rows("grouped_matmul", card) if each["pass"] == "fwd")
+    fields = tunings()["grouped_matmul"].problem.__dataclass_fields__
+    problem = grouped_matmul.Problem(**{name: shipped[name] for name in fields if name in shipped})
+    assert program.untuned(problem, card) == ["fwd", "dgrad", "wgrad"]

@@ -46,23 +46,16 @@ def put(*rows: dict, device: Device = UNSHIPPED) -> pathlib.Path:
     return store_rows("grouped_matmul", device, list(rows), same=lambda a, b: PLANNER.row_key(a) == PLANNER.row_key(b))
 
 
-def test_round_trip(tmp_path):
-    rows = (row(100), row(101, "dgrad"), row(102, "wgrad"))
-    file = put(*rows)
+def test_rows_are_stored_and_replaced(tmp_path):
+    file = put(row(100), row(101, "dgrad"))
     assert file == user_file("grouped_matmul", UNSHIPPED)
     assert tmp_path in file.parents
-    assert file.name == "nvidia_test.jsonl"
-    assert [json.loads(line) for line in file.read_text().splitlines()] == list(rows)
-    assert tuned_rows("grouped_matmul", UNSHIPPED) == rows
-    assert tuned_rows("grouped_matmul", Device("NVIDIA Other", "gpu")) == ()
-
-
-def test_rows_of_the_same_key_are_replaced():
-    put(row(100), row(101, "dgrad"))
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [row(100), row(101, "dgrad")]
     put(row(102, M=600))  # another length of the same bucket
     assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(101, "dgrad"), row(102, M=600))
     put(row(103, M=2000))
     assert len(tuned_rows("grouped_matmul", UNSHIPPED)) == 3
+    assert tuned_rows("grouped_matmul", Device("NVIDIA Other", "gpu")) == ()
 
 
 def test_user_rows_win_over_shipped_ones():
@@ -75,15 +68,6 @@ def test_user_rows_win_over_shipped_ones():
     rows = tuned_rows("grouped_matmul", H200)
     assert rows[1:] == shipped  # the shipped ones stay, behind
     assert make_plan(problem, H200, rows, backend="pallas").fwd == mine
-
-
-def test_rows_are_read_once_and_again_after_a_store():
-    file = put(row(100))
-    read = tuned_rows("grouped_matmul", UNSHIPPED)
-    file.write_text(json.dumps(row(101)) + "\n")
-    assert tuned_rows("grouped_matmul", UNSHIPPED) == read
-    put(row(102, "wgrad"))
-    assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(101), row(102, "wgrad"))
 
 
 def test_killed_write_leaves_the_old_file(monkeypatch):
@@ -106,64 +90,43 @@ def test_killed_write_leaves_the_old_file(monkeypatch):
     assert not [*file.parent.glob("*.part")]
 
 
-def command(*words: str):
-    result = CliRunner().invoke(app, ["grouped-matmul", *words], env={"COLUMNS": "200"})
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
     return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)  # colours where a CI forces them
 
 
-@pytest.mark.parametrize("shape", ["8,64", "8,64,x,32", "8,64,32,16,4", ""])
-def test_command_with_a_wrong_shape(shape):
-    code, output = command("--shape", shape)
-    assert code == 2
-    assert repr(shape) in output
-    assert "write numbers for G,M,K,N" in output
-
-
-def test_command_without_a_shape():
-    code, output = command()
-    assert code == 2
-    assert "--shape" in output
+GROUPED = "grouped-matmul", "--shape", "8,64,32,16"
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (
-            ("grouped-matmul", "--shape", "8,64,32,16", "--dtype", "foo"),
-            "'foo' is not one of bfloat16, float16, float32",
-        ),
-        (("grouped-matmul", "--shape", "8,64,32,16", "--passes", "fwd,bwd"), "'bwd' is not one of fwd, dgrad, wgrad"),
-        (("adaln", "--shape", "8,64,2", "--passes", "dgrad"), "'dgrad' is not one of fwd, bwd"),
-        (("adaln", "--shape", "8,64,2", "--dtype", "int8"), "'int8' is not one of"),
+        (("grouped-matmul",), "--shape"),
+        (("grouped-matmul", "--shape", "8,64"), "'8,64': write numbers for G,M,K,N"),
+        (("grouped-matmul", "--shape", "8,64,x,32"), "'8,64,x,32': write numbers for G,M,K,N"),
+        (("grouped-matmul", "--shape", ""), "'': write numbers for G,M,K,N"),
+        ((*GROUPED, "--dtype", "foo"), "'foo' is not one of bfloat16, float16, float32"),
+        ((*GROUPED, "--passes", "fwd,bwd"), "'bwd' is not one of fwd, dgrad, wgrad"),
+        ((*GROUPED, "--scaling", "rowwise"), "'--scaling rowwise': the op's own options are none"),
         (("quantize", "--shape", "8,64", "--scaling", "rows"), "'rows' is not one of tensorwise"),
-        (("quantize", "--shape", "8,64", "--layouts", "rows"), "'rows' is not one of"),
-        (("fp8-matmul", "--shape", "0,64,64,64", "--recipes", "fast"), "'fast' is not one of tensorwise"),
+        (("quantize", "--shape", "8,64", "--scaling=rowwise", "more"), "the op's own options are --scaling, --layouts"),
+        (("fp8-matmul", "--shape", "0,64,64,64", "--recipe=fast"), "'fast' is not one of tensorwise"),
+        (("list", "adaln,route"), "'adaln,route' is not one of"),
+        (("--dry-run", *GROUPED), "write the options behind grouped-matmul"),
     ],
 )
 def test_a_command_with_a_wrong_option(words, says):
-    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
-    assert result.exit_code == 2
-    assert says in re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+    code, output = run(*words)
+    assert code == 2
+    assert says in " ".join(re.sub("[│╭╰╮╯─]", " ", output).split())
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("grouped-matmul", "8,64,32,16"),
-        ("adaln", "8,64,2"),
-        ("quantize", "8,64"),
-        ("fp8-matmul", "0,64,64,64"),
-        ("grouped-glu", "8,64,32,16"),
-        ("permute", "64,32,2"),
-        ("route", "64,8"),
-    ],
-)
-def test_a_command_on_a_cpu(words):
+def test_commands_of_all_ops_on_a_cpu():
     """One line, and no traceback."""
     with jax.default_device(jax.devices("cpu")[0]):
-        result = CliRunner().invoke(app, [words[0], "--shape", words[1]])
-    assert result.exit_code == 1
-    assert result.output == "Error: tuning measures GPU kernels, but the default device is cpu.\n"
+        for name, op in tunings().items():
+            code, output = run(name.replace("_", "-"), "--shape", ",".join(["64"] * len(op.shape)))
+            assert (code, output) == (1, "Error: tuning measures GPU kernels, but the default device is cpu.\n")
 
 
 def test_command_stores_unless_dry(monkeypatch):
@@ -175,20 +138,22 @@ def test_command_stores_unless_dry(monkeypatch):
 
     monkeypatch.setattr(jaxops.tuning, "tune", measured)
     monkeypatch.setattr(jaxops.tuning, "current_device", lambda: UNSHIPPED)
-    code, _ = command("--shape", "8,64,32,16", "--dtype", "float32", "--passes", "fwd,wgrad", "--dry-run")
+    code, _ = run(*GROUPED, "--dtype", "float32", "--passes", "fwd,wgrad", "--dry-run")
     assert code == 0
     assert seen == [(Problem(8, 64, 32, 16, "float32"), [name]) for name in ("fwd", "wgrad")]
     assert not user_file("grouped_matmul", UNSHIPPED).exists()
-    code, output = command("--shape", "8,64,32,16", "--shape", "4,64,32,16")
+    code, output = run(*GROUPED, "--shape", "4,64,32,16")
     assert code == 0
     assert [problem.G for problem, _ in seen[2:]] == [8] * 3 + [4] * 3
     assert str(user_file("grouped_matmul", UNSHIPPED)) in output.replace("\n", "")
+    del seen[:]
+    assert run("quantize", "--shape", "8,64", "--layouts", "row,both", "--scaling=rowwise", "--dry-run")[0] == 0
+    problems = dict.fromkeys(problem for problem, _ in seen)
+    assert [(each.scaling, each.layouts) for each in problems] == [("rowwise", "row"), ("rowwise", "both")]
+    del seen[:]
+    assert run("adaln", "--shape", "8,64,2", "--gated", "True", "--dry-run")[0] == 0
+    assert {problem.gated for problem, _ in seen} == {True}
     assert tuned_rows("grouped_matmul", UNSHIPPED) == (row(100),)
-
-
-def test_tune_on_a_cpu_names_the_device():
-    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(RuntimeError, match=r"GPU.*default device is cpu"):
-        tune(Problem(2, 32, 16, 16, "float32"))
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", (4, 37, 53)), ("float32", (512, 64))])
@@ -216,14 +181,18 @@ SLOW, FAST, BROKEN = Tiles(32, 16, 16), Tiles(16, 16, 16), Tiles(16, 16, 16, pan
 
 @pytest.fixture
 def faked_gpu(monkeypatch):
-    """`tune` runs the kernels in Pallas' interpreter; each candidate takes the next of the given times."""
+    """`tune` runs the kernels in Pallas' interpreter; each candidate takes the next of its times, at last the same."""
     monkeypatch.setattr(jaxops.tuning, "current_device", lambda: H200)
-    times, calls = [], []
+    times, programs, measured = [], [], []
 
-    def device_times_us(program, *args, iterations):
-        if program not in calls:
-            calls.append(program)
-        return [times[calls.index(program)]] * iterations
+    def device_times_us(program, *_, iterations):
+        if program not in programs:
+            programs.append(program)
+        number = programs.index(program)
+        earlier = [each for each, _ in measured].count(number)
+        measured.append((number, iterations))
+        us = times[number][min(earlier, len(times[number]) - 1)]
+        return [us] * (iterations - 1) + [1e6]  # a call was interrupted
 
     monkeypatch.setattr(jaxops.tuning, "device_times_us", device_times_us)
     op = tunings()["grouped_matmul"]
@@ -234,11 +203,43 @@ def faked_gpu(monkeypatch):
         return out.at[3].set(0) if plan.fwd == BROKEN else out
 
     monkeypatch.setattr(op, "run", run_with_one_wrong_row)
-    return times
+    return times, measured
+
+
+NOW = Tiles(32, 16, 16, stages=1)
+# Microseconds of each candidate: first, then three times at the end, of which the middle one counts.
+CLOCK = {
+    Tiles(16, 16, 16, panel=1): (1.0, 5.0, 5.0, 5.0),  # the fastest at first
+    Tiles(16, 16, 16, panel=2): (2.0, 3.0, 90.0, 3.0),  # the mean is 32
+    Tiles(16, 16, 16, panel=3): (3.0, 1.0, 50.0, 60.0),  # the shortest of all
+    Tiles(16, 16, 16, panel=4): (4.0, 4.0, 4.0, 4.0),
+    Tiles(16, 16, 16, panel=5): (5.0, 6.0, 6.0, 6.0),
+    Tiles(16, 16, 16, panel=6): (6.0, 0.1, 0.1, 0.1),  # the sixth: never measured again
+    NOW: (9.0, 12.0, 10.0, 8.0),
+}
+
+
+def test_the_last_times_decide(faked_gpu, monkeypatch):
+    """Of the five that were fastest at first, and of the tiles of now, the middle one of three longer measurements."""
+    times, measured = faked_gpu
+    times += CLOCK.values()
+    op, portable = tunings()["grouped_matmul"], PLANNER.plan("xla")
+    monkeypatch.setattr(op, "run", lambda name, problem, _, *given, run=op.run: run(name, problem, portable, *given))
+    jaxops.tuning.store([row(1) | vars(TINY) | {"tiles": vars(NOW)}])
+    said = []
+    (found,) = tune(TINY, ["fwd"], ROUTINGS[:1], list(CLOCK), said.append)
+    assert found["tiles"] == vars(Tiles(16, 16, 16, panel=2))
+    assert (found["us"], found["gain_percent"]) == (3.0, 70.0)
+    again = [0, 1, 2, 3, 4, 6]
+    assert [number for number, _ in measured] == [*range(7), *again, *again, *again]
+    assert [calls for _, calls in measured] == 7 * [3] + 18 * [20]
+    assert [line.rsplit(": ", 1)[1] for line in said[:-1]] == [
+        f"{us} us" for us in (5.0, 3.0, 50.0, 4.0, 6.0, 6.0, 10.0)
+    ]
 
 
 def test_tune_takes_the_fastest_that_is_right(faked_gpu):
-    faked_gpu += [0.5, 0.1]  # microseconds, of those that are right, in their order
+    faked_gpu[0].extend([[0.5], [0.1]])  # microseconds, of those that are right, in their order
     said = []
     (found,) = tune(TINY, ["fwd"], ROUTINGS, [SLOW, BROKEN, FAST], said.append)
     assert Tiles(**found["tiles"]) == FAST
@@ -261,25 +262,6 @@ def test_tune_takes_the_fastest_that_is_right(faked_gpu):
     # What tune returns is what store takes and make_plan finds.
     jaxops.tuning.store([found])
     assert make_plan(TINY, H200, tuned_rows("grouped_matmul", H200)).fwd == FAST
-
-
-def test_gain_over_the_tiles_of_now(faked_gpu, monkeypatch):
-    """They are timed to the end even if six others are faster; once stored, the best tiles are the ones of now."""
-    now = Tiles(32, 16, 16, stages=1)
-    others = [FAST, *(dataclasses.replace(FAST, panel=panel) for panel in (3, 4, 5, 6))]
-    op, portable = tunings()["grouped_matmul"], PLANNER.plan("xla")  # whose times are the kernels'
-    monkeypatch.setattr(op, "run", lambda name, problem, _, *given, run=op.run: run(name, problem, portable, *given))
-    monkeypatch.setattr(tunings()["grouped_matmul"], "planner", dataclasses.replace(PLANNER, search=lambda *_: others))
-    jaxops.tuning.store([{**row(1), **vars(TINY), "tiles": vars(now)}])
-    faked_gpu += [0.5, 0.2, 0.1, 0.2, 0.2, 0.2, 0.2]  # now, the heuristic's, the others
-    faked_gpu += [0.1, 0.3, 0.3, 0.3, 0.3, 0.3]
-    (found,) = tune(TINY, ["fwd"], ROUTINGS, say=lambda line: None)
-    assert found["us"] == 0.1
-    assert found["gain_percent"] == 80.0
-    jaxops.tuning.store([found])
-    (found,) = tune(TINY, ["fwd"], ROUTINGS, say=lambda line: None)
-    assert Tiles(**found["tiles"]) == FAST
-    assert found["gain_percent"] == 0.0
 
 
 TUNED = {
@@ -307,7 +289,7 @@ def test_other_ops_are_tuned_in_the_same_way(faked_gpu, monkeypatch, name):
     """
     monkeypatch.setattr(device_facts, "gluon_missing", lambda: "it is not installed")
     problem, passes, unit = TUNED[name]
-    faked_gpu += [0.5, 0.1] * len(passes)
+    faked_gpu[0].extend([[0.5], [0.1]] * len(passes))
     op = tunings()[name]
     planner = op.planner
     fewer = dataclasses.replace(planner, search=lambda *g: [dataclasses.replace(planner.heuristic(*g), warps=2)])

@@ -78,8 +78,10 @@ class Tuning:
         raise NotImplementedError
 
     def operands(self, name: str, problem: Any, tensors: Any, offsets: jax.Array | None) -> tuple:
-        """The operands of one call of a pass. offsets: [G + 1] of a split of the rows, or None."""
-        return (tensors,) if isinstance(tensors, jax.Array) else tuple(tensors)
+        """The operands of one call of a pass: the tensors, and behind them offsets, [G + 1] of a split of the rows,
+        where `splits` gives one."""
+        operands = (tensors,) if isinstance(tensors, jax.Array) else tuple(tensors)
+        return operands if offsets is None else (*operands, offsets)
 
     def splits(self, problem: Any) -> Sequence[np.ndarray | None]:
         """The default group sizes, one array each; None where there are no groups."""

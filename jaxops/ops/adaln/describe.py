@@ -59,9 +59,6 @@ class _Tuning(Tuning):
         arrays = [random(seed, (p.T, p.D), p.dtype) for seed in range(4 if gated else 2)]
         return arrays, [random(4 + seed, (p.B, p.D), p.dtype) for seed in range(3 if gated else 2)]
 
-    def operands(self, name, problem, tensors, offsets):
-        return *tensors, offsets
-
     def run(self, name, problem, plan, arrays, modulation, offsets):
         op: Callable = gated_residual_adaln if problem.gated else adaln
         inputs, cotangents = (arrays[:2], tuple(arrays[2:])) if problem.gated else (arrays[:1], arrays[1])

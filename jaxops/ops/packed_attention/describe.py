@@ -39,9 +39,6 @@ class _Tuning(Tuning):
         heads = (p.T, p.heads), (p.S, p.kv_heads), (p.S, p.kv_heads), (p.T, p.heads)
         return [random(seed, (*shape, p.head_dim), p.dtype) for seed, shape in enumerate(heads)]
 
-    def operands(self, name, problem, tensors, offsets):
-        return *tensors, offsets
-
     def run(self, name, problem, plan, q, k, v, dout, offsets):
         options: dict[str, Any] = {"causal": problem.mask == "causal", "plan": plan}
         in_keys = lambda rows: (rows.astype(jnp.float32) * (problem.S / problem.T)).astype(jnp.int32)

@@ -16,28 +16,18 @@ from jaxops._lib.planning.device import Device, device_of
 CAPABILITIES = {
     "Tesla V100-SXM2-16GB": (7, 0),
     "Tesla T4": (7, 5),
-    "Quadro RTX 6000": (7, 5),
     "NVIDIA GeForce GTX 1080 Ti": (6, 0),
-    "Tesla P100-PCIE-16GB": (6, 0),
     "NVIDIA A100-SXM4-80GB": (8, 0),
-    "NVIDIA A30": (8, 0),
     "NVIDIA A10G": (8, 6),
-    "NVIDIA GeForce RTX 3090": (8, 6),
     "NVIDIA RTX A6000": (8, 6),
     "NVIDIA L4": (8, 9),
-    "NVIDIA L40S": (8, 9),
     "NVIDIA GeForce RTX 4090": (8, 9),
-    "NVIDIA RTX 6000 Ada Generation": (8, 9),
-    "NVIDIA H20": (9, 0),
     "NVIDIA H100 80GB HBM3": (9, 0),
-    "NVIDIA H100 PCIe": (9, 0),
     "NVIDIA H200": (9, 0),
     "NVIDIA GH200 480GB": (9, 0),
     "NVIDIA B200": (10, 0),
-    "NVIDIA GB200": (10, 0),
     "NVIDIA B300": (10, 3),
     "NVIDIA GeForce RTX 5090": (12, 0),
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (12, 0),
     "NVIDIA X900": (8, 9),  # newer than the table
     "AMD Instinct MI300X": None,
     "gfx942": None,
@@ -60,11 +50,11 @@ def test_shared_memory_and_multiprocessors():
     assert Device("NVIDIA H200", "gpu", cores=16).cores == 16
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_elsewhere_nothing_is_read_from_the_name(platform):
-    device = Device("NVIDIA H200", platform)
-    assert (device.capability, device.cores, device.is_hopper, device.has((8, 0))) == (None, 132, False, False)
-    assert device.interpret == (platform == "cpu")
+def test_elsewhere_nothing_is_read_from_the_name():
+    for platform in ("cpu", "tpu"):
+        device = Device("NVIDIA H200", platform)
+        assert (device.capability, device.cores, device.has((8, 0))) == (None, 132, False)
+        assert device.interpret == (platform == "cpu")
 
 
 def test_of_a_jax_device():

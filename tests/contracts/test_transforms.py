@@ -29,8 +29,6 @@ from tests.contracts.run import (
 )
 from tests.hopper import H200
 
-pytestmark = pytest.mark.versions
-
 DEVICES, LAYERS, BATCH = min(2, jax.device_count()), 2, 2
 # Their kernels' backward takes XLA a quarter of a minute to compile for Pallas' interpreter: it is run by itself in
 # tests/ops/fp8_matmul/test_values.py, and on a GPU here.
@@ -151,6 +149,7 @@ def nested_arguments(op: Op, found: dict) -> tuple[dict, dict, list]:
     return *parts(op, arguments), nest(op, found, lambda one: one[1])
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("name", "way"), cases(("xla",), where=lambda op, way: kernels_follow(op, way) and not op.sharded)
 )
@@ -167,6 +166,7 @@ def test_is_traced(name, way):
     assert all(x.shape[:4] == AXES for x in jax.tree.leaves(results))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("name", "way"), cases(where=lambda op, way: not kernels_follow(op, way) and not op.sharded))
 def test_in_one_program(name, way):
     """The reference's results of each example. The compiled program has no host callback, copy or transfer, writes
@@ -206,6 +206,7 @@ def test_in_one_program(name, way):
         check(op, way, jax.tree.map(lambda x, at=at: x[at], gradients[argument]), want)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "name", [name for name, op in EVERYTHING.items() if not name.startswith("nn.") and op.module is not None]
 )

@@ -152,11 +152,13 @@ def test_backend_and_plan_are_passed_on(module):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_norms_start_as_plain_norms(norm):
-    x, cond, _ = inputs()
-    module = NORMS[norm](D, C, use_weight=True, use_bias=True, rngs=nnx.Rngs(0))
-    plain = wanted_norm(module, x, jnp.zeros((B, D)), jnp.zeros((B, D)), 1e-6)
-    assert_close(apply(module, x, cond, offsets()), plain, "float32")
+@pytest.mark.parametrize("has_head", [True, False])
+def test_norms_start_as_plain_norms(norm, has_head):
+    """Without a head, as what the table is added to."""
+    x, cond, _ = inputs(columns=C if has_head else 2 * D)
+    module = NORMS[norm](D, C if has_head else None, use_weight=True, use_bias=True, rngs=nnx.Rngs(0))
+    made = [jnp.zeros((B, D))] * 2 if has_head else jnp.split(cond, 2, axis=1)
+    assert_close(apply(module, x, cond, offsets()), wanted_norm(module, x, *made, 1e-6), "float32")
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -185,15 +187,6 @@ def test_a_block_in_bfloat16():
         module, x, cond, offsets()
     )
     assert gradient.modulation.kernel[...].dtype == jnp.float32
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_a_table_starts_as_what_it_is_added_to(norm):
-    x, cond, _ = inputs(columns=2 * D)
-    module = NORMS[norm](D, None, rngs=nnx.Rngs(0))
-    assert module.modulation.shape == (2, D)
-    want = wanted_norm(module, x, *jnp.split(cond, 2, axis=1), 1e-6)
-    assert_close(apply(module, x, cond, offsets()), want, "float32")
 
 
 def test_a_mixer_with_offsets_of_its_own():

@@ -1,4 +1,6 @@
-"""AdaLN by the code of docs/coming_from_diffusers.md: diffusers' values and gradients (tests/parity_diffusers.py)."""
+"""AdaLN by the code of docs/coming_from_diffusers.md: diffusers' values and gradients (tests/parity_diffusers.py).
+
+By XLA alone: tests/ops/adaln compares the kernels."""
 
 import functools
 import pathlib
@@ -17,13 +19,6 @@ from tests.house.test_docs import TEXTS, blocks_of
 DATA = pathlib.Path(__file__).parents[1] / "data" / "diffusers"
 NAMES = sorted(file.stem for file in DATA.iterdir())
 WIDTH, HEADS = 16, 2
-
-# Every file by XLA; by the kernels those whose options the others do not have. (tests/ops/adaln compares the kernels.)
-BY_KERNELS = ("AdaLayerNormContinuous", "AdaLayerNormContinuous_rms", "SD35AdaLayerNormZeroX")
-
-
-def with_backends(names) -> list:
-    return [(name, "xla") for name in names] + [(name, "pallas") for name in BY_KERNELS if name in names]
 
 
 @functools.cache
@@ -116,11 +111,11 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize(("name", "backend"), with_backends(NORMS))
-def test_norms(name, backend):
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name):
     layer, order, options = NORMS[name]
     _, inputs, _, _ = stored(name)
-    module = layer(WIDTH, inputs["cond"].shape[1], **options, backend=backend, rngs=nnx.Rngs(0))
+    module = layer(WIDTH, inputs["cond"].shape[1], **options, backend="xla", rngs=nnx.Rngs(0))
 
     def call(module, inputs):
         x, offsets = packed(inputs)
@@ -149,8 +144,8 @@ HEADS_ALONE = {
 }
 
 
-@pytest.mark.parametrize(("name", "backend"), with_backends(HEADS_ALONE))
-def test_heads(name, backend):
+@pytest.mark.parametrize("name", HEADS_ALONE)
+def test_heads(name):
     """The guide's table says in which order their columns lie."""
     columns, is_rms = HEADS_ALONE[name], name == "LuminaRMSNormZero"
     module = Head(len(columns), use_bias=not name.endswith("no_bias"), use_weight=is_rms, rngs=nnx.Rngs(0))
@@ -167,7 +162,7 @@ def test_heads(name, backend):
                 scale = made.pop(scale)
                 shift = made.pop(shift, jnp.zeros_like(scale))
                 weight = None if module.weight is None else module.weight[...]
-                results[y] = jaxops.adaln(x, scale, shift, offsets, weight=weight, backend=backend, **how).reshape(
+                results[y] = jaxops.adaln(x, scale, shift, offsets, weight=weight, backend="xla", **how).reshape(
                     inputs["x"].shape
                 )
         return results | made

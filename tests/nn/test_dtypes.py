@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from tests.hopper import on_h200
+from tests.jaxprs import equations
 from tests.nn.test_arguments import CALLS, make
 
 ONE, SEQUENCE = jnp.ones((1, 4)), jnp.array([0, 2], jnp.int32)
@@ -44,3 +46,25 @@ def test_dtypes_follow_flax(name, recipe, x_dtype, dtype, param_dtype, out):
     assert jax.tree.map(lambda g: (g.shape, g.dtype), grads) == jax.tree.map(lambda p: (p.shape, p.dtype), params)
     own = {path[0].key: leaf.dtype for path, leaf in jax.tree.leaves_with_path(grads)}
     assert {own[key] for key in own if key != "router"} == {jnp.dtype(param_dtype)}
+
+
+@pytest.mark.parametrize(("name", "options", "out"), [("MoE", {}, 4), ("SharedExperts", {"gated": True}, 1)])
+def test_scores_are_no_tf32(name, options, out):
+    """A GPU multiplies float32 in TF32 unless the product says HIGHEST: a router's logits, a gate's numbers and their
+    gradients, as traced for one. A router's product with bfloat16 tokens: tests/ops/route/test_logits.py."""
+    graphdef, params = nnx.split(make(name, backend="xla", dtype=jnp.bfloat16, **options))
+
+    def loss(params, x):
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(nnx.merge(graphdef, params)(x)))
+
+    with on_h200():
+        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(params, jnp.ones((25, 8))).jaxpr
+    results = {tuple(sorted(shape)) for shape in ((out, 25), (out, 8), (8, 25))}  # in whichever order
+    found = set()
+    for product in (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"):
+        shapes = [tuple(sorted(atom.aval.shape)) for atom in (*product.invars, *product.outvars)]
+        if set(shapes) == results:
+            found.add(shapes[-1])
+            assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+            assert {atom.aval.dtype for atom in (*product.invars, *product.outvars)} == {jnp.dtype("float32")}
+    assert found == results

@@ -81,32 +81,22 @@ def test_preferred_element_type(dtype, preferred):
     assert_close(got, want, got.dtype.name)
 
 
-SPELLINGS = [
-    (None, "DEFAULT"),
-    ("default", "DEFAULT"),
-    ("bfloat16", "DEFAULT"),
-    ("high", "HIGH"),
-    ("tensorfloat32", "HIGH"),
-    ("highest", "HIGHEST"),
-    ("float32", "HIGHEST"),
-    (lax.Precision.HIGH, "HIGH"),
-    (lax.Precision.HIGHEST, "HIGHEST"),
-    (("default", "highest"), "HIGHEST"),
-    ((lax.Precision.HIGH, lax.Precision.DEFAULT), "HIGH"),
-    (PRESETS.DEFAULT, "DEFAULT"),
-    (PRESETS.TF32_TF32_F32, "HIGH"),
-    (PRESETS.F32_F32_F32, "HIGHEST"),
-    ("F32_F32_F32", "HIGHEST"),
-]
+HIGH, HIGHEST, DEFAULT = lax.Precision.HIGH, lax.Precision.HIGHEST, lax.Precision.DEFAULT
+SPELLINGS = {
+    "DEFAULT": (None, "default", "bfloat16", PRESETS.DEFAULT),
+    "HIGH": ("high", "tensorfloat32", HIGH, (HIGH, DEFAULT), PRESETS.TF32_TF32_F32),
+    "HIGHEST": ("highest", "float32", HIGHEST, ("default", "highest"), PRESETS.F32_F32_F32, "F32_F32_F32"),
+}
 
 
-@pytest.mark.parametrize(("precision", "means"), SPELLINGS, ids=lambda p: str(p).replace(" ", ""))
-def test_precision_in_every_spelling_of_lax_dot(precision, means):
+@pytest.mark.parametrize("means", SPELLINGS)
+def test_precision_in_every_spelling_of_lax_dot(means):
     """None follows the flag (tests/contracts); without it, it is the default."""
     lhs, rhs, _ = operands()
-    for op, b in ((lax.dot, rhs[0]), (functools.partial(jaxops.ragged_dot, group_sizes=jnp.array(SIZES)), rhs)):
-        jax.eval_shape(functools.partial(op, precision=precision), lhs, b)
-    assert resolve_precision(precision, "float32") == (lax.Precision[means], jnp.dtype("float32"))
+    for precision in SPELLINGS[means]:
+        for op, b in ((lax.dot, rhs[0]), (functools.partial(jaxops.ragged_dot, group_sizes=jnp.array(SIZES)), rhs)):
+            jax.eval_shape(functools.partial(op, precision=precision), lhs, b)
+        assert resolve_precision(precision, "float32") == (lax.Precision[means], jnp.dtype("float32"))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -284,23 +274,3 @@ def test_positional_arguments_are_those_of_jax():
     for name, parameter in jaxs.items():
         assert (mine[name].kind, mine[name].default) == (parameter.kind, parameter.default)
     assert {p.kind for name, p in mine.items() if name not in jaxs} == {inspect.Parameter.KEYWORD_ONLY}
-
-
-def test_an_algorithm_of_grouped_wgrad():
-    """float32 operands are multiplied in bfloat16; derivatives of the second order keep the operands' dtype."""
-    lhs, dout = (put(np.random.default_rng(seed).normal(size=(6, 4)), jnp.float32) for seed in (0, 1))
-    offsets = jnp.array([0, 2, 6], jnp.int32)
-
-    def wgrad(lhs, dout):
-        return jaxops.grouped_wgrad(lhs, dout, offsets, precision="BF16_BF16_F32")
-
-    half = jaxops.grouped_wgrad(lhs.astype(jnp.bfloat16), dout.astype(jnp.bfloat16), offsets, out_dtype=jnp.float32)
-    np.testing.assert_array_equal(wgrad(lhs, dout), half)
-
-    def norm_of_gradients(*operands):
-        gradients = jax.grad(lambda *x: jnp.sum(wgrad(*x) ** 2), (0, 1))(*operands)
-        return sum(jnp.sum(x**2) for x in gradients)
-
-    for gradient in jax.grad(norm_of_gradients, (0, 1))(lhs, dout):
-        assert gradient.dtype == jnp.float32
-        assert np.isfinite(gradient).all()

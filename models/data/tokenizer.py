@@ -2,7 +2,6 @@
 
 import pathlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -13,32 +12,14 @@ TOGETHER = 1_000  # texts that are encoded at once: what the library keeps of ea
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
 
 
-class Tokenizer(Protocol):
-    """Text to tokens and back.
+class Bytes:
+    """Each byte of UTF-8 is a token; zero, which no text has, ends a text.
 
     Attributes:
       vocab: tokens there are.
       end: the token that ends a document of training data, or None.
       special: tokens that are no text, such as the end of a turn.
     """
-
-    vocab: int
-    end: int | None
-    special: frozenset[int]
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_rendered(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Of text that has its special tokens: (tokens, the characters [N, 2] that each covers). None is added."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]: ...
-
-
-class Bytes:
-    """Each byte of UTF-8 is a token; zero, which no text has, ends a text."""
 
     vocab: int = 256
     end: int | None = 0
@@ -48,6 +29,7 @@ class Bytes:
         return list(text.encode())
 
     def encode_rendered(self, text: str) -> tuple[list[int], np.ndarray]:
+        """Of text that has its special tokens: (tokens, the characters [N, 2] that each covers). None is added."""
         characters = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
         return self.encode(text), np.stack([characters, characters + 1], axis=1)
 
@@ -61,6 +43,8 @@ class Bytes:
 
 class HuggingFace:
     """The tokenizer of a tokenizer.json; texts end with `end`, by default the first of `ENDS` in its vocabulary.
+
+    It has what `Bytes` has.
 
     As in transformers, the truncation and the padding that were saved do not count, and the tokens that the
     post-processor adds to a text, such as its first one, do. A BPE's dropout does not count: it would make other
@@ -120,6 +104,9 @@ class HuggingFace:
             encoded = self.tokenizer.encode_batch_fast([_decode(text) for text in texts[at : at + TOGETHER]])
             found += [np.array(one.ids, np.int64) for one in encoded]
         return found
+
+
+Tokenizer = Bytes | HuggingFace
 
 
 def _decode(text: bytes) -> str:

@@ -54,7 +54,10 @@ DENSE_ERRORS = [
     ({"rhs": q(K, N), "rhs_quantized": q(K, N)}, SHAPES, "rhs is quantized already: omit rhs_quantized"),
     ({"amax": SCALARS}, SHAPES, "recipe='blockwise'.*only recipe='delayed' takes amax"),
     ({"recipe": "delayed"}, SHAPES, "recipe='delayed' needs amax"),
-    ({"recipe": "delayed", "amax": s()}, SHAPES, "recipe='delayed' needs amax=.*two float32 scalars"),
+    *(
+        ({"recipe": "delayed", "amax": amax}, SHAPES, "recipe='delayed' needs amax=.*two float32 scalars")
+        for amax in (s(), (s(),))
+    ),
     ({"recipe": "delayed", "amax": (s(), s(1))}, TYPES, r"amax\[1\] \(of rhs\) is float32\[1\].*scalar"),
     (
         {"recipe": "delayed", "amax": (s(dtype="bfloat16"), s())},

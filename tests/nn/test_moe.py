@@ -1,8 +1,5 @@
 """MoE and Router against each token's experts one by one, and as Flax modules."""
 
-import collections
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +9,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._lib.planning.device import gluon_missing
 from jaxops.nn import MoE, Router, RouterBias
 from tests.arrays import put
 from tests.compare import assert_close
-from tests.hopper import on_h200
-from tests.jaxprs import equations
 
 T, E, D, F, K = 24, 4, 8, 12, 2
 
@@ -79,35 +73,6 @@ def test_equals_every_token_by_itself(options):
     params = nnx.to_pure_dict(nnx.state(moe, nnx.Param))
     activation = {"relu": jax.nn.relu}.get(options.get("activation"), jax.nn.silu)
     assert_close(y, every_expert(params, x, routing, activation), "float32", scale=5)
-
-
-def test_backend():
-    """Traced, not run: the layer is made of kernels, in bfloat16 on an H200 of Hopper's."""
-
-    def kernels(dtype, device=contextlib.nullcontext, **options) -> dict[str, int]:
-        graphdef, params = nnx.split(make(hidden_features=16, dtype=dtype, **options))
-        x = tokens(128, D)  # 64 rows an expert: for tiny groups "auto" takes other kernels
-        with device():
-            jaxpr = jax.make_jaxpr(lambda params, x: nnx.merge(graphdef, params)(x)[0])(params, x).jaxpr
-        found = collections.Counter(
-            eqn.params["name"]
-            for eqn in equations(jaxpr)
-            if eqn.primitive.name in ("pallas_call", "triton_kernel_call")
-        )
-        return {name: found[name] for name in ("permute", "grouped_glu_fwd", "grouped_matmul_fwd", "combine")}
-
-    pallas = {
-        "permute": 1,
-        "grouped_glu_fwd": 1,
-        "grouped_matmul_fwd": 3,
-        "combine": 1,
-    }  # gate's, up's and down's products
-    assert kernels(jnp.float32, backend="pallas") == pallas
-    assert kernels(jnp.float32) == dict.fromkeys(pallas, 0)
-    assert kernels(jnp.float32, on_h200) == pallas
-    if not gluon_missing():
-        for backend in ("auto", "triton"):
-            assert kernels(jnp.bfloat16, on_h200, backend=backend) == pallas | {"grouped_matmul_fwd": 1}
 
 
 def test_leading_axes():

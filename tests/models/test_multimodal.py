@@ -173,11 +173,14 @@ def test_gradients_are_those_of_a_dense_reference():
 def test_loss_is_of_predicted_tokens_and_drawn_patches():
     """From the model's outputs for the same noise; an image that is read is clean, others have their own time."""
     model, key = model_of(CONFIG), jax.random.key(1)
-    run = jax.jit(
-        lambda state, batch: losses_of(nnx.merge(graphdef, state), batch, key, time_shift=3.0, reading_noise=0.0)
-    )
     graphdef, state = nnx.split(model)
-    losses, routed = run(state, BATCH)
+
+    @jax.jit
+    def run(state, batch):
+        model, how = nnx.merge(graphdef, state), {"time_shift": 3.0, "reading_noise": 0.0}
+        return losses_of(model, batch, key, **how), loss_fn(model, batch, key, image_weight=2.0, **how)[0]
+
+    (losses, routed), loss = run(state, BATCH)
     drawn_key, _, noise_key = jax.random.split(key, 3)
     odds = 3 * jnp.exp(jax.random.normal(drawn_key, (ROOM.segments,)))
     time = odds / (1 + odds) * ~BATCH.is_read
@@ -193,6 +196,7 @@ def test_loss_is_of_predicted_tokens_and_drawn_patches():
     assert (int(losses.predictions), int(losses.patches)) == (predicted.sum(), 3)
     assert float(losses.text) == pytest.approx(float(jnp.sum(entropies)), rel=1e-4)
     assert float(losses.image) == pytest.approx(float(jnp.sum(errors)), rel=1e-4)
+    assert float(loss) == pytest.approx(float(losses.text + 2 * losses.image) / int(BATCH.counted()), rel=1e-5)
     np.testing.assert_array_equal(routed.load.sum(axis=1), CONFIG.layers * [CONFIG.top_k * END])
     assert routed.load.shape == (2, 5)
     text_rows = END - 7

@@ -37,6 +37,7 @@ def test_of_lists():
     (lambda: policy({3: "keep"}), TypeError, "names has 3, an int; names are strings"),
     (lambda: policy(["carry"]), TypeError, "names is a list; write a choice for each name"),
     (lambda: Policy(("carry",), ("carry",)), ValueError, r"'carry' is in Policy\(.* twice"),
+    (lambda: Policy(("carry",), recompute=("carry",)), ValueError, "'carry' is in .* twice"),
     (lambda: Policy("carry"), TypeError, r"keep is a str; write a tuple of names, as in Policy\(keep="),
     (lambda: Policy((), {"carry": 1}), TypeError, "offload is a dict"),
     (lambda: Policy((), (b"carry",)), TypeError, "offload has b'carry', a bytes"),

@@ -1,15 +1,14 @@
 """Which intermediate values stay on the device for the backward, which go to the host, and which are recomputed."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
 
-from jaxops._lib.arrays.checks import check_integer, type_name
+from jaxops._lib.arrays.checks import type_name
 from jaxops._lib.arrays.residual_names import check_name
-from jaxops.offload.residuals import check_known, covers, did_you_mean, residual_bytes
+from jaxops.offload.residuals import check_known, covers, residual_bytes
 
 Choice = Literal["keep", "offload", "recompute"]
 
@@ -18,37 +17,46 @@ Choice = Literal["keep", "offload", "recompute"]
 class Policy:
     """A policy for `jax.checkpoint`, `nnx.remat` and `jaxops.offload.scan`, by the names of `checkpoint_name`.
 
-    A name covers itself and every name that continues it after a dot: "moe_mlp" covers "moe_mlp.up". Values that no
-    name covers are recomputed. Hashable. `jaxops.offload.scan` raises for a name that none of its layer's values has;
-    JAX's own functions ask about one value at a time: with them call `policy.check(function, *args)` first.
+    A name covers itself and every name that continues it after a dot: "moe_mlp" covers "moe_mlp.up". The longest name
+    that covers a value decides. Values that no name covers are recomputed. Hashable. `jaxops.offload.scan` raises for a
+    name that none of its layer's values has; JAX's own functions ask about one value at a time: with them call
+    `policy.check(function, *args)` first.
 
     Attributes:
       keep: names whose values stay in device memory.
-      offload: names whose values go to the host until the backward; they may be longer names of what keep covers.
+      offload: names whose values go to the host until the backward.
+      recompute: names of what is recomputed although a shorter name is kept or offloaded.
 
     Raises:
-      TypeError, ValueError: names that are no strings, no tuple, or empty; a name in keep that offload covers.
+      TypeError, ValueError: names that are no strings, no tuple, or empty; a name with two choices.
     """
 
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
 
     def __post_init__(self):
-        for field in ("keep", "offload"):
-            names = getattr(self, field)
+        for choice in get_args(Choice):
+            names = getattr(self, choice)
             if not isinstance(names, (tuple, list)):
-                wanted = f"write a tuple of names, as in Policy({field}=('moe_mlp',))"
-                raise TypeError(f"{field} is {type_name(names)}; {wanted}.")
+                wanted = f"write a tuple of names, as in Policy({choice}=('moe_mlp',))"
+                raise TypeError(f"{choice} is {type_name(names)}; {wanted}.")
             for name in names:
-                check_name(name, field)
-            object.__setattr__(self, field, tuple(names))
-        if both := [name for name in self.keep if covers(self.offload, name)]:
-            raise ValueError(f"{both[0]!r} is in keep, and offload={self.offload!r} covers it too: write it in one.")
+                check_name(name, choice)
+            object.__setattr__(self, choice, tuple(names))
+        if len({*self.names}) < len(self.names):
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise ValueError(f"{twice!r} is in {self} twice: write each name once.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that have a choice."""
+        return self.keep + self.offload + self.recompute
 
     def choice(self, name: str) -> Choice:
-        if covers(self.offload, name):
-            return "offload"
-        return "keep" if covers(self.keep, name) else "recompute"
+        choices: dict[str, Choice] = {known: choice for choice in get_args(Choice) for known in getattr(self, choice)}
+        longest = max((known for known in choices if covers((known,), name)), key=len, default=None)
+        return "recompute" if longest is None else choices[longest]
 
     def check(self, function: Callable[..., Any], *args: Any) -> None:
         """Traces `function(*args)` and its gradient, and checks that the policy's names occur.
@@ -62,11 +70,11 @@ class Policy:
         `args` are arrays or `jax.ShapeDtypeStruct`s. ValueError for a name that neither function's values nor any of
         jaxops' ops have.
         """
-        check_known(self.keep + self.offload, residual_bytes(function, *args), "the function")
+        check_known(self.names, residual_bytes(function, *args), "the function")
 
     def on_device(self) -> "Policy":
         """The same policy, with offloaded values kept."""
-        return Policy(self.keep + self.offload)
+        return Policy(keep=self.keep + self.offload, recompute=self.recompute)
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
         """The policy function that `jax.checkpoint` calls."""
@@ -83,47 +91,21 @@ class Policy:
         )(prim, *avals, **params)
 
 
-def policy(
-    names: Mapping[str, Choice], *, budget_bytes: int | None = None, sizes: Mapping[str, int] | None = None
-) -> Policy:
+def policy(names: Mapping[str, Choice]) -> Policy:
     """A `Policy` from one mapping: `policy({"moe_mlp": "offload", "adaln": "recompute", "router": "keep"})`.
 
-    Args:
-      names: the choice for each name. The longest name that covers a value decides.
-      budget_bytes: the most that one call of the function offloads. Names are offloaded in their order while they fit;
-        the others are recomputed.
-      sizes: bytes by name, from `residual_bytes`; needed with a budget, or where a name covers another.
-
     Raises:
-      ValueError: an unknown choice, a negative budget, missing sizes, or a name that covers none of sizes.
-      TypeError: names or sizes that are no mapping, a budget or a size that is no integer.
+      ValueError: an unknown choice, or an empty name.
+      TypeError: names that are no mapping of strings.
     """
-    pass_sizes = "pass sizes=jaxops.offload.residual_bytes(function, *arguments)"
-    write_names = "write a choice for each name, as in policy({'moe_mlp': 'offload'})"
-    for argument, value, needed in (("names", names, write_names), ("sizes", sizes, pass_sizes)):
-        if not isinstance(value, Mapping) and (argument == "names" or value is not None):
-            raise TypeError(f"{argument} is {type_name(value)}; {needed}.")
-    left = math.inf if budget_bytes is None else check_integer("budget_bytes", budget_bytes, 0)
+    if not isinstance(names, Mapping):
+        raise TypeError(
+            f"names is {type_name(names)}; write a choice for each name, as in policy({{'moe_mlp': 'offload'}})."
+        )
+    of: dict[str, list[str]] = {choice: [] for choice in get_args(Choice)}
     for name, choice in names.items():
         check_name(name, "names")
-        if choice not in (known := get_args(Choice)):
-            raise ValueError(f"the choice for {name!r} is {choice!r}; it must be one of {', '.join(map(repr, known))}.")
-    if sizes is None:
-        if budget_bytes is not None:
-            raise ValueError(f"budget_bytes needs sizes: {pass_sizes}.")
-        if overlapping := [name for name in names if covers(names.keys() - {name}, name)]:
-            raise ValueError(f"another name covers {overlapping[0]!r} too, which needs sizes: {pass_sizes}.")
-        sizes = dict.fromkeys(names, 0)
-    for known, size in sizes.items():
-        check_integer(f"sizes[{known!r}]", size, 0)
-    if unknown := [name for name in names if not any(covers((name,), known) for known in sizes)]:
-        near, known = did_you_mean(unknown[0], sizes), ", ".join(sorted(sizes)) or "none at all"
-        raise ValueError(f"no value is called {unknown[0]!r}; the names are {known}.{near}")
-    chosen: dict[str, list[str]] = {"keep": [], "offload": [], "recompute": []}
-    for name, choice in names.items():
-        for known, size in sizes.items():
-            longest = max((other for other in names if covers((other,), known)), key=len, default=None)
-            if longest == name and (choice != "offload" or size <= left):
-                chosen[choice].append(known)
-                left -= size if choice == "offload" else 0
-    return Policy(tuple(chosen["keep"]), tuple(chosen["offload"]))
+        if choice not in of:
+            raise ValueError(f"the choice for {name!r} is {choice!r}; it must be one of {', '.join(map(repr, of))}.")
+        of[choice].append(name)
+    return Policy(**{choice: tuple(chosen) for choice, chosen in of.items()})

@@ -1,19 +1,16 @@
 """What a compiled program holds in host memory, and what hides its copies, read from the program itself."""
 
 import dataclasses
-import math
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxops._lib.arrays.checks import check_flag
+from jaxops._lib.hlo import Instruction, Module, arrays
 
-_HOST = "S(5)"  # host memory in XLA's layouts
-_OPCODE = re.compile(r"[)}\]] ([a-z][a-z\-]*)\(([^)]*)\)")
-_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
-_PRODUCT = re.compile(r" (?:custom-call|dot)\(|__triton\w*gemm")
 _NO_WORK = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier"}
 _NO_WORK |= {"partition-id", "replica-id"}
 _PASSED_ON = _NO_WORK | {"while", "call", "conditional", "custom-call"}
@@ -72,7 +69,7 @@ def report(compiled: Any, *, verify: bool = False) -> Report:
     device, host = needed_bytes(compiled)
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     platform = next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
-    copies = () if platform == "cpu" else tuple(copies_of(compiled.as_text()))
+    copies = () if platform == "cpu" else tuple(copies_of(Module(compiled.as_text())))
     if verify and platform != "cpu":
         if not host:
             raise OffloadError(
@@ -102,69 +99,52 @@ def sizes(compiled: Any, memory: Literal["", "host_"] = "") -> tuple[int, int, i
     return arguments, results - shared, temporaries
 
 
-def copies_of(text: str) -> list[Copy]:
-    """The copies between the memories in the text of a scheduled HLO module."""
-    copies: list[Copy] = []
-    bodies, fused = (set(re.findall(rf"{key}=%?([\w.\-]+)", text)) for key in ("body", "calls"))
-    computation, lines = "", []
-    for line in text.splitlines():
-        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
-            computation, lines = header.group(1), []
-        elif line.startswith("}") and computation not in fused:
-            copies += _copies_in(lines, computation in bodies)
-        else:
-            lines.append(line)
-    return copies
+def copies_of(module: Module) -> list[Copy]:
+    """The copies between the memories in a scheduled program."""
+    attributes = [each.attributes for each in module.instructions.values()]
+    bodies, fused = (
+        {name for text in attributes for name in re.findall(rf"\b{key}=%?([\w.\-]+)", text)}
+        for key in ("body", "calls")
+    )
+    return [
+        copy
+        for name, instructions in module.computations.items()
+        if name not in fused
+        for copy in _copies_in(instructions, name in bodies)
+    ]
 
 
-def _copies_in(lines: list[str], in_loop: bool) -> list[Copy]:
+def _copies_in(instructions: Sequence[Instruction], in_loop: bool) -> list[Copy]:
     """The copies of one computation, in the order of its schedule."""
-    copies, on_host, running = [], set(), {}
+    copies: list[Copy] = []
+    on_host: set[str] = set()
+    running: dict[str, tuple[Literal["host", "device"], int, int]] = {}  # destination, bytes, work before
     work: list[bool] = []  # for each instruction that works, whether it is a product
-    for line in lines:
-        name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
-        parsed = _OPCODE.search(rest)
-        if parsed is None:
-            continue
-        opcode, result = parsed.group(1), rest[: parsed.start() + 1]
-        operands = re.findall(r"%[\w.\-]+", parsed.group(2))
-        if opcode.endswith("-start"):
-            if _HOST in result:
-                running[name] = (*_destination(opcode, result), len(work))
-        elif opcode.endswith("-done"):
-            if operands and operands[0] in running:
-                to, size, before = running.pop(operands[0])
-                copies.append(Copy(to, size, in_loop, len(work) - before, sum(work[before:])))
-            if _HOST in result:
-                on_host.add(name)
-        else:
-            here, there = _HOST in result, any(operand in on_host for operand in operands)
-            if opcode not in _PASSED_ON and here != there:
-                copies.append(Copy("host" if here else "device", _arrays(result)[0][0], in_loop, 0, 0))
-            elif opcode not in _NO_WORK:
-                work.append(bool(_PRODUCT.search(rest)))
+    for each in instructions:
+        results, operands = arrays(each.type), [name for _, name in each.operands]
+        here = any(array.on_host for array in results)
+        if each.opcode.endswith("-start"):
             if here:
-                on_host.add(name)
+                # copy-start has (result, operand, context); the others ((operands), result, context).
+                result = results[0] if each.opcode == "copy-start" else results[-2]
+                moved = result.bytes
+                if result.on_host and each.opcode != "copy-start":
+                    moved = max((array.bytes for array in results[:-2] if not array.on_host), default=0)
+                running[each.name] = ("host" if result.on_host else "device", moved, len(work))
+            continue
+        if each.opcode.endswith("-done"):
+            if operands and operands[0] in running:
+                to, moved, before = running.pop(operands[0])
+                copies.append(Copy(to, moved, in_loop, len(work) - before, sum(work[before:])))
+        elif each.opcode not in _PASSED_ON and here != any(operand in on_host for operand in operands):
+            copies.append(Copy("host" if here else "device", results[0].bytes, in_loop, 0, 0))
+        elif each.opcode not in _NO_WORK:
+            work.append(
+                each.opcode in ("custom-call", "dot") or re.search(r"__triton\w*gemm", each.attributes) is not None
+            )
+        if here:
+            on_host.add(each.name)
     return copies
-
-
-def _destination(opcode: str, result: str) -> tuple[Literal["host", "device"], int]:
-    """(destination, bytes) of an asynchronous copy."""
-    arrays = _arrays(result)
-    # copy-start has (result, operand, context); the others ((operands), result, context).
-    size, on_host = arrays[0] if opcode == "copy-start" else arrays[-2]
-    if on_host and opcode != "copy-start":
-        size = max((size for size, host in arrays[:-2] if not host), default=0)
-    return ("host" if on_host else "device"), size
-
-
-def _arrays(shapes: str) -> list[tuple[int, bool]]:
-    """(bytes, whether it is on the host) of each array."""
-    arrays = []
-    for kind, dims, layout in _ARRAY.findall(shapes):
-        bits = 8 if kind == "pred" else int((re.findall(r"\d+", kind) or ["32"])[0])
-        arrays.append((math.prod(map(int, filter(None, dims.split(",")))) * bits // 8, _HOST in layout))
-    return arrays
 
 
 def compiler_options(*, offloads: bool = True) -> dict[str, bool | int | str]:

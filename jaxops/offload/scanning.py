@@ -48,26 +48,21 @@ def scan(
       alone, like jaxops' ops. Under `jax.vmap` a layer's residuals of the whole batch are copied together.
 
     Raises:
-      ValueError: leading axes of xs that differ from each other or from length. In differentiation: a name in the
-        policy that neither body's values nor any of jaxops' ops have.
-      TypeError: body returns a carry of other types; policy is no `Policy`; `jax.jvp`.
+      ValueError: those of `jax.lax.scan`; an array of xs without axes. In differentiation: a name in the policy that
+        neither body's values nor any of jaxops' ops have.
+      TypeError: those of `jax.lax.scan`; policy is no `Policy`; `jax.jvp`.
       NotImplementedError: a second derivative (`jax.hessian`) with values on the host; `policy.on_device()` has it.
     """
     if not isinstance(policy, Policy):
         raise TypeError(f"policy is {type_name(policy)}; pass a jaxops.offload.Policy.")
     x_leaves, x_tree = jax.tree.flatten(xs)
-    axes = [x.shape[0] if x.ndim else None for x in x_leaves]
-    lengths = {*axes, *(() if length is None else (int(length),))}
-    if len(lengths) != 1 or None in lengths:
-        given = (
-            f"{'no arrays' if not axes else f'the leading axes {sorted(set(map(str, axes)))}'}, and length is {length}"
-        )
-        raise ValueError(f"xs has {given}: all arrays need one leading axis, the layers; without arrays write length=.")
-    if not (layers := lengths.pop()):
-        return jax.lax.scan(body, init, xs, 0)
+    if not all(map(jnp.ndim, x_leaves)):
+        raise ValueError("xs has an array without axes: all arrays need one leading axis, the layers.")
+    if not all(map(len, x_leaves)) or not (x_leaves or length):
+        return jax.lax.scan(body, init, xs, length)  # without layers, or its error
     carry_leaves, carry_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, init))
     if not x_leaves:
-        x_leaves = [jnp.zeros(layers, jnp.int8)]  # which body does not see
+        x_leaves = [jnp.zeros(length or 0, jnp.int8)]  # which body does not see
 
     def named(carry: Arrays, x: Arrays) -> tuple[Any, Any]:
         # jax.checkpoint cannot keep complex numbers by a name: it passes them to lax.reduce_precision.
@@ -77,12 +72,7 @@ def scan(
     closed, (carry, ys) = jax.make_jaxpr(named, return_shape=True)(carry_leaves, [x[0] for x in x_leaves])
     if (got := jax.tree.structure(carry)) != carry_tree:
         raise TypeError(f"body returns a carry of the structure {got}; it gets one of {carry_tree}.")
-    for before, after in zip(map(jax.typeof, carry_leaves), closed.out_avals, strict=False):
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise TypeError(
-                f"body returns {after.str_short()} for a carry of {before.str_short()}: types must not change."
-            )
-    direction = {"reverse": bool(reverse), "unroll": unroll}
+    direction = {"length": length, "reverse": bool(reverse), "unroll": unroll}
     layer = _Layer(_narrow_inputs(closed, len(carry_leaves)), len(carry_leaves), policy, direction)
     carry, y_leaves = _run(layer, closed.consts, carry_leaves, x_leaves)
     return jax.tree.unflatten(carry_tree, carry), jax.tree.unflatten(jax.tree.structure(ys), y_leaves)
@@ -129,7 +119,7 @@ class _Layer:
     closed: core.ClosedJaxpr
     carries: int
     policy: Policy
-    direction: dict[str, Any]  # reverse and unroll of `jax.lax.scan`
+    direction: dict[str, Any]  # length, reverse and unroll of `jax.lax.scan`
 
     def cast(self, x: Arrays) -> Arrays:
         wanted: list[Any] = self.closed.in_avals[self.carries :]
@@ -206,7 +196,7 @@ def _forward(layer: _Layer, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[t
     layers = xs[0].shape[0]
     x = layer.cast([x[0] for x in xs])
     forward, residuals = _trace(layer, consts, init, x)
-    names = layer.policy.keep + layer.policy.offload
+    names = layer.policy.names
     if unknown(names, count_names(forward.jaxpr)):  # the forward has only the names that the policy saves
         check_known(names, residual_bytes(layer, consts, init, x), "body")
     results = len(layer.closed.out_avals)

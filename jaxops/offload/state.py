@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxops._lib.arrays.checks import check_integer, type_name
-from jaxops.offload.rowwise import check_update
+from jaxops.offload.elementwise import check_update
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _MOST_PIECES = 64  # by default: more pieces would be small copies, for memory that no longer matters
@@ -131,9 +131,9 @@ def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
     Return donated arrays in the order of the arguments, as here: `jax.jit` pairs donated arrays with results by shape
     alone, and would otherwise write parameters over moments on the host.
 
-    tx sees a piece at a time, so it must be elementwise along the first axis: Adam(W), Lion, momentum, RMSprop,
-    schedules, weight decay with masks by path or rank. apply proves that from the jaxpr of tx.update, and raises for
-    transformations that mix or count rows or parameters (norms, means, sort, cumsum). Apply those to the gradients:
+    tx sees a piece at a time, so it must be elementwise: Adam(W), Lion, momentum, RMSprop, schedules, weight decay with
+    masks by path or rank. apply proves that from the jaxpr of tx.update, and raises for transformations that mix
+    elements (norms, means, sort, cumsum) or count rows. Apply those to the gradients:
 
         grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
 
@@ -148,8 +148,8 @@ def streamed(tx: Any, *, pieces: int | None = None) -> Streamed:
       `init(params)` returns the state, a tree like tx's; `apply(params, state, grads)` the new (params, state).
 
     Raises:
-      ValueError: pieces < 1; from apply, a state of other parameters, or a tx.update that is not elementwise along the
-        first axis, or changes shapes or dtypes.
+      ValueError: pieces < 1; from apply, a state of other parameters, or a tx.update that is not elementwise or that
+        changes shapes or dtypes.
       TypeError: tx has no init or no update; pieces is no integer.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):

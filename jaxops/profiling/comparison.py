@@ -49,13 +49,13 @@ class Comparison:
     def __str__(self) -> str:
         times = f"a step took {ms_text(self.before.step_us)}, now {ms_text(self.after.step_us)}"
         rows = [
-            [cut(row.name), cut(row.scope), ms_text(row.before_us), ms_text(row.after_us), ms_text(row.difference_us),
-             row.change_text]
+            [cut(row.name), cut(row.scope), ms_text(row.before_us), ms_text(row.after_us),
+             f"{row.difference_us / 1e3:+.3f} ms", row.change_text]
             for row in self.rows[:_ROWS]
         ]  # fmt: skip
         if rest := self.rows[_ROWS:]:
             difference_us = sum(row.difference_us for row in rest)
-            rows.append([f"{len(rest)} others", "", "", "", ms_text(difference_us), ""])
+            rows.append([f"{len(rest)} others", "", "", "", f"{difference_us / 1e3:+.3f} ms", ""])
         head = f"{self.before.program}: {times} ({self.ratio - 1:+.1%})"
         return f"{head}\n" + table("kernel|named scope|>before|>after|>difference|>change", rows)
 

@@ -127,7 +127,11 @@ SETTINGS: dict[type, dict[str, Any]] = {
         "max_documents": "test_decoder.py::test_there_is_room_for_the_documents_of_every_row",
         "stored_fp8": ("program", True),
     },
-    Policy: {"keep": ("step", ("attention",)), "offload": ("step", ("carry",))},
+    Policy: {
+        "keep": ("step", ("attention",)),
+        "offload": ("step", ("carry",)),
+        "recompute": ("step", ("moe_mlp.gate",), {"keep": ("moe_mlp",)}),
+    },
     MultimodalConfig: OF_A_MODEL
     | {
         "vocab": ("program", 300),

@@ -10,107 +10,42 @@ from jaxops.offload import Policy, policy, scan
 
 pytestmark = pytest.mark.versions
 
-SIZES = {"moe_mlp.gate": 30, "moe_mlp.up": 30, "moe_mlp_2": 1, "adaln.out": 10, "router": 5}
 
-
-def test_one_line():
-    found = policy({"moe_mlp": "offload", "adaln": "recompute", "router": "keep"})
-    assert [found.choice(name) for name in (*SIZES, "another")] == [
-        "offload",
-        "offload",
-        "recompute",
-        "recompute",
-        "keep",
-        "recompute",
-    ]
-    assert {found: 1}[Policy(keep=("router",), offload=("moe_mlp",))] == 1
-
-
-@pytest.mark.parametrize(
-    ("budget", "keep", "offload"),
-    [  # "d" has 40, "a" 50, "e" 10 bytes; kept ones are no part of the budget
-        (None, ("b.x", "b.y", "c"), ("d", "a", "e")),
-        (99, ("b.x", "b.y", "c"), ("d", "a")),
-        (60, ("b.x", "b.y", "c"), ("d", "e")),
-        (50, ("b.x", "b.y", "c"), ("d", "e")),
-        (49, ("b.x", "b.y", "c"), ("d",)),
-        (39, ("b.x", "b.y", "c"), ("e",)),
-        (9, ("b.x", "b.y", "c"), ()),
-    ],
-)
-def test_kept_and_offloaded_together_with_a_budget(budget, keep, offload):
-    """The choices by hand."""
-    sizes = {"a": 50, "b.x": 1000, "b.y": 7, "c": 60, "d": 40, "e": 10, "f": 1}
-    choices = {"d": "offload", "b": "keep", "a": "offload", "c": "keep", "e": "offload", "f": "recompute"}
-    assert policy(choices, budget_bytes=budget, sizes=sizes) == Policy(keep, offload)
-
-
-def test_a_longer_name_is_for_its_own_values():
-    found = policy({"moe_mlp": "offload", "moe_mlp.gate": "keep"}, sizes=SIZES)
-    assert (found.choice("moe_mlp.gate"), found.choice("moe_mlp.up")) == ("keep", "offload")
-
-
-@pytest.mark.parametrize(("names", "options", "message"), [
-    ({"a": "ofload"}, {}, "'ofload'; it must be one of 'keep', 'offload', 'recompute'"),
-    ({"a": "offload"}, {"budget_bytes": 3}, "budget_bytes needs sizes"),
-    ({"a": "offload", "a.b": "keep"}, {}, "another name covers 'a.b' too"),
-    ({"moe": "offload"}, {"sizes": SIZES}, "no value is called 'moe'; the names are adaln.out, "),
-    ({"adalm": "offload"}, {"sizes": SIZES}, "no value is called 'adalm'.* Did you mean 'adaln'"),
-    ({"router": "keep"}, {"sizes": SIZES, "budget_bytes": -1}, "budget_bytes is -1; it must be at least 0"),
-    ({"router": "keep"}, {"sizes": {"router": -5}}, r"sizes\['router'\] is -5; it must be at least 0"),
-    ({"": "keep"}, {}, "names has the name ''"),
-    ({"moe_mlp.": "keep"}, {}, r"names has the name 'moe_mlp\.'"),
+@pytest.mark.parametrize(("names", "choices"), [
+    ({"moe_mlp": "offload", "adaln": "recompute", "router": "keep"},
+     {"moe_mlp.gate": "offload", "moe_mlp_2": "recompute", "adaln.out": "recompute", "router": "keep",
+      "another": "recompute"}),
+    ({"moe_mlp": "offload", "moe_mlp.gate": "keep", "moe_mlp.gate.x": "recompute"},
+     {"moe_mlp.gate": "keep", "moe_mlp.gate.x": "recompute", "moe_mlp.up": "offload"}),
+    ({"adaln": "keep", "adaln.out": "offload"}, {"adaln.out": "offload", "adaln.in": "keep"}),
 ])  # fmt: skip
-def test_bad_input(names, options, message):
-    with pytest.raises(ValueError, match=message):
-        policy(names, **options)
-
-
-def test_a_name_that_is_kept_and_offloaded():
-    """A longer name may be offloaded where a shorter one is kept. The reverse would have no effect, and is an error."""
-    both = Policy(keep=("adaln", "router"), offload=("moe_mlp", "adaln.out"))
-    assert {name: both.choice(name) for name in ("moe_mlp.up", "adaln.out", "adaln.in", "router")} == {
-        "moe_mlp.up": "offload",
-        "adaln.out": "offload",
-        "adaln.in": "keep",
-        "router": "keep",
-    }
-    assert {both.on_device().choice(name) for name in ("moe_mlp.up", "adaln.out", "router")} == {"keep"}
-
-
-@pytest.mark.parametrize(("names", "options", "message"), [
-    ("carry", {}, "names is a str; write a choice for each name"),
-    (["carry"], {}, "names is a list"),
-    ({3: "keep"}, {}, "names has 3, an int; names are strings"),
-    ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": 1e9}, "budget_bytes is a float; it must be a"),
-    ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": True}, "budget_bytes is a bool"),
-    ({"router": "offload"}, {"sizes": SIZES, "budget_bytes": "8GB"}, "budget_bytes is a str"),
-    ({"router": "offload"}, {"sizes": 5}, "sizes is an int; pass sizes=jaxops.offload.residual_bytes"),
-    ({"router": "offload"}, {"sizes": {"router": 0.5}}, r"sizes\['router'\] is a float"),
-])  # fmt: skip
-def test_bad_types(names, options, message):
-    with pytest.raises(TypeError, match=message):
-        policy(names, **options)
-
-
-@pytest.mark.parametrize(("keep", "offload", "error", "message"), [
-    (("carry",), ("carry",), ValueError, r"'carry' is in keep, and offload=\('carry',\) covers it too"),
-    (("router", "moe_mlp.gate"), ("moe_mlp",), ValueError, "'moe_mlp.gate' is in keep, and offload="),
-    ("carry", (), TypeError, r"keep is a str; write a tuple of names, as in Policy\(keep="),
-    ((), "carry", TypeError, "offload is a str"),
-    ((), {"carry": 1}, TypeError, "offload is a dict"),
-    ((), (b"carry",), TypeError, "offload has b'carry', a bytes"),
-    (("",), (), ValueError, "keep has the name ''"),
-    ((".gate",), (), ValueError, r"keep has the name '\.gate'"),
-])  # fmt: skip
-def test_bad_policies(keep, offload, error, message):
-    with pytest.raises(error, match=message):
-        Policy(keep, offload)
+def test_the_longest_name_decides(names, choices):
+    found = policy(names)
+    assert {name: found.choice(name) for name in choices} == choices
+    on_device = {name: "keep" if choice == "offload" else choice for name, choice in choices.items()}
+    assert {name: found.on_device().choice(name) for name in choices} == on_device
 
 
 def test_of_lists():
-    """As configurations read from files have them."""
-    assert hash(Policy(["a"], ["b"])) == hash(Policy(("a",), ("b",)))  # pyright: ignore[reportArgumentType]
+    """As configurations read from files have them; and hashable."""
+    assert {Policy(["a"], ["b"]): 1}[policy({"a": "keep", "b": "offload"})] == 1  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: policy({"a": "ofload"}), ValueError, "'ofload'; it must be one of 'keep', 'offload', 'recompute'"),
+    (lambda: policy({"moe_mlp.": "keep"}), ValueError, r"names has the name 'moe_mlp\.'"),
+    (lambda: policy({3: "keep"}), TypeError, "names has 3, an int; names are strings"),
+    (lambda: policy(["carry"]), TypeError, "names is a list; write a choice for each name"),
+    (lambda: Policy(("carry",), ("carry",)), ValueError, r"'carry' is in Policy\(.* twice"),
+    (lambda: Policy(("carry",), recompute=("carry",)), ValueError, "'carry' is in .* twice"),
+    (lambda: Policy("carry"), TypeError, r"keep is a str; write a tuple of names, as in Policy\(keep="),
+    (lambda: Policy((), {"carry": 1}), TypeError, "offload is a dict"),
+    (lambda: Policy((), (b"carry",)), TypeError, "offload has b'carry', a bytes"),
+    (lambda: Policy(recompute=(".gate",)), ValueError, r"recompute has the name '\.gate'"),
+])  # fmt: skip
+def test_bad_policies(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
 
 
 def of_mine(x, w):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxops._lib.hlo import Module
 from jaxops.offload import Copy, OffloadError, Policy, compiler_options, report, scan
 from jaxops.offload.reports import copies_of
 
@@ -28,12 +29,16 @@ def test_copies_of_our_scan():
         Copy("device", SIZE, True, 9, 0),
         Copy("device", SIZE, True, 10, 0),
     ]
-    assert copies_of(TEXTS["scan"]) == [*copies, Copy("device", SIZE, False, 2, 0), Copy("device", SIZE, False, 2, 0)]
+    assert copies_of(Module(TEXTS["scan"])) == [
+        *copies,
+        Copy("device", SIZE, False, 2, 0),
+        Copy("device", SIZE, False, 2, 0),
+    ]
 
 
 def test_copies_of_lax_scan():
     """The same layers with `jax.checkpoint` in `jax.lax.scan`: the backward waits for its residuals."""
-    assert [(copy.to, copy.behind) for copy in copies_of(TEXTS["lax_scan"])] == [
+    assert [(copy.to, copy.behind) for copy in copies_of(Module(TEXTS["lax_scan"]))] == [
         ("host", 1),
         ("host", 1),
         ("device", 0),
@@ -61,32 +66,25 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 
 
 def test_copies_that_are_waited_for():
-    assert copies_of(SYNCHRONOUS) == [
+    assert copies_of(Module(SYNCHRONOUS)) == [
         Copy("host", 16, False, 0, 0),
         Copy("device", 16, False, 3, 2),
         Copy("device", 16, False, 0, 0),
     ]
 
 
-def fake(text, host_temp, platform="gpu"):
+def fake(text, host_temp):
     """A fake compiled function of an absent machine."""
-    used = {
-        f"{where}{what}_size_in_bytes": 0 for where in ("", "host_") for what in ("argument", "output", "temp", "alias")
-    }
-    used |= {
-        "argument_size_in_bytes": 500,
-        "output_size_in_bytes": 300,
-        "temp_size_in_bytes": 70,
-        "alias_size_in_bytes": 300,
-        "host_temp_size_in_bytes": host_temp,
-    }
-    sharding = types.SimpleNamespace(device_set=[types.SimpleNamespace(platform=platform)])
+    what = dict.fromkeys(("argument", "output", "temp", "alias"), 0)
+    used = {f"{where}{each}_size_in_bytes": 0 for where in ("", "host_") for each in what} | {
+        "argument_size_in_bytes": 500, "output_size_in_bytes": 300, "temp_size_in_bytes": 70,
+        "alias_size_in_bytes": 300, "host_temp_size_in_bytes": host_temp,
+    }  # fmt: skip
+    sharding = types.SimpleNamespace(device_set=[types.SimpleNamespace(platform="gpu")])
     return types.SimpleNamespace(
         memory_analysis=lambda: types.SimpleNamespace(**used),
-        input_shardings=[sharding],
-        output_shardings=[],
-        as_text=lambda: text,
-    )
+        input_shardings=[sharding], output_shardings=[], as_text=lambda: text,
+    )  # fmt: skip
 
 
 def test_verify():

@@ -18,7 +18,9 @@ def both(*masks: jax.Array | None) -> jax.Array | None:
     return result
 
 
-def load(ref, index: tuple[jax.Array, ...], mask: jax.Array | None = None, other: float | jax.Array = 0.0) -> jax.Array:
+def load(
+    ref, index: tuple[jax.Array, ...], mask: jax.Array | None = None, other: int | float | jax.Array = 0.0
+) -> jax.Array:
     """ref[index], `other` where the mask does not hold."""
     if mask is None:
         return plgpu.load(ref.at[index])

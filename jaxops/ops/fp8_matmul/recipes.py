@@ -14,6 +14,11 @@ SIDES: dict[str, tuple[tuple[str, Literal["row", "col"]], ...]] = {
     "dgrad": (("dout", "row"), ("rhs", "row")),
     "wgrad": (("lhs", "col"), ("dout", "col")),
 }
+# The scalings of two operands that all kernels multiply.
+PAIRS = frozenset({
+    ("tensorwise", "tensorwise"), ("rowwise", "rowwise"), ("block_1x128", "block_128x128"),
+    ("block_1x128", "block_1x128"),
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +31,11 @@ class Recipe:
       half: gradients that are products of unquantized operands in half precision: "dgrad" (of lhs), "wgrad" (of rhs).
       fast: passes whose products the tensor core may accumulate over all of K, in about 14 bits.
       delayed: lhs and rhs are scaled by the `amax` of earlier steps.
+
+    A tensor has one format in all products that read it.
+
+    Raises:
+      ValueError: a product of two scalings that no kernel multiplies.
     """
 
     name: str
@@ -35,6 +45,14 @@ class Recipe:
     half: frozenset[str] = frozenset()
     fast: frozenset[str] = frozenset()
     delayed: bool = False
+
+    def __post_init__(self):
+        for name, ((a, _), (b, _)) in SIDES.items():
+            pair = self.form(a).scaling, self.form(b).scaling
+            if name not in self.half and pair not in PAIRS:
+                product = f"{a} {pair[0]!r} by {b} {pair[1]!r} in {name}"
+                hint = f"give them one of {sorted(PAIRS)}" + ("." if name == "fwd" else f", or put {name!r} into half.")
+                raise ValueError(f"recipe {self.name!r} multiplies {product}: {hint}")
 
     def with_pow2_scales(self) -> "Recipe":
         """The same with scales that are powers of two."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops.fp8_matmul import RECIPES
+from jaxops.ops.fp8_matmul import RECIPES, Format, Recipe
 from tests.jaxprs import equations
 
 E4, E5 = "float8_e4m3fn", "float8_e5m2"
@@ -35,6 +35,22 @@ def test_formats():
         for name, recipe in RECIPES.items()
     }
     assert found == TABLE
+
+
+def test_scalings_that_no_kernel_multiplies():
+    """Hopper's kernel read scales of 128x128 blocks as those of rows, out of bounds."""
+    rows, blocks, squares = map(Format, ("rowwise", "block_1x128", "block_128x128"))
+    with pytest.raises(
+        ValueError, match="multiplies dout 'rowwise' by rhs 'block_128x128' in dgrad: .*'dgrad' into half"
+    ):
+        Recipe("mixed", blocks, squares, rows, half=frozenset({"wgrad"}))
+    with pytest.raises(
+        ValueError, match=r"multiplies lhs 'rowwise' by rhs 'block_1x128' in fwd: give them one of .*\.$"
+    ):
+        Recipe("mixed", rows, blocks, rows)
+    assert (
+        Recipe("mixed", blocks, squares, rows, half=frozenset({"dgrad", "wgrad"})).layouts("dout", ["dgrad"]) == "none"
+    )
 
 
 @pytest.mark.parametrize("recipe", TABLE)

@@ -137,6 +137,17 @@ def test_files(tmp_path):
         assert words in text
 
 
+def test_a_table_has_fifteen_rows_and_the_others():
+    """Numbers are flush right."""
+    lines = str(report(*(kernel(letter, 1000.0 - i) for i, letter in enumerate("abcdefghijklmnopq")))).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("kernel"))
+    rows = [line.split() for line in lines[start + 2 : lines.index("", start)]]
+    assert [row[0] for row in rows] == [*"abcdefghijklmno", "2"]
+    assert rows[-1][1:5] == ["others", "2", "1.969", "ms"]
+    ends = [lines[number].index(cell) + len(cell) for number, cell in ((start, "calls"), (start + 2, " 1 "))]
+    assert ends[0] == ends[1] - 1
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kernels": [{"us": 1}]}', '{"kernels": [], "notes": [], "x": 1}'])
 def test_other_json_is_an_error(tmp_path, text):
     (tmp_path / "r.json").write_text(text)

@@ -191,6 +191,19 @@ def test_a_group_with_a_nan(run):
         assert np.isin(np.asarray(routing.experts)[tokens], [0, 1]).any()
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_groups_of_tiny_scores(run):
+    """Sums of two scores choose the group also where float32 has no such small scores. A NaN is the least."""
+    variant = Variant(8, 2, T=6, score="sigmoid", expert_groups=4, top_expert_groups=1, fwd=Tiles(4, 2))
+    logits = np.random.default_rng(0).normal(size=(6, 8)) - 200 * (np.arange(6) != 1)[:, None]
+    logits[1, :2] = np.nan, 9
+    routing, _ = compiled(run, variant)(make_case(variant) | {"logits": put(logits, "float32")})
+    scores = np.where(np.isnan(logits), -np.inf, 1 / (1 + np.exp(-logits))).reshape(6, 4, 2)
+    best = scores.sum(axis=2).argmax(axis=1)
+    order = np.argsort(-scores[np.arange(6), best], axis=1)
+    np.testing.assert_array_equal(routing.experts, 2 * best[:, None] + order)
+
+
 @pytest.mark.parametrize("run", KERNELS)
 def test_more_tiles_than_one_step_counts(run, monkeypatch):
     """The sums over tiles go in steps."""

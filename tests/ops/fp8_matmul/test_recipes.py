@@ -40,17 +40,11 @@ def test_formats():
 def test_scalings_that_no_kernel_multiplies():
     """Hopper's kernel read scales of 128x128 blocks as those of rows, out of bounds."""
     rows, blocks, squares = map(Format, ("rowwise", "block_1x128", "block_128x128"))
-    with pytest.raises(
-        ValueError, match="multiplies dout 'rowwise' by rhs 'block_128x128' in dgrad: .*'dgrad' into half"
-    ):
+    with pytest.raises(ValueError, match=r"dout 'rowwise' by rhs 'block_128x128' in dgrad: .*'dgrad' into half\.$"):
         Recipe("mixed", blocks, squares, rows, half=frozenset({"wgrad"}))
-    with pytest.raises(
-        ValueError, match=r"multiplies lhs 'rowwise' by rhs 'block_1x128' in fwd: give them one of .*\.$"
-    ):
+    with pytest.raises(ValueError, match=r"lhs 'rowwise' by rhs 'block_1x128' in fwd: give them one of .*\)\]\.$"):
         Recipe("mixed", rows, blocks, rows)
-    assert (
-        Recipe("mixed", blocks, squares, rows, half=frozenset({"dgrad", "wgrad"})).layouts("dout", ["dgrad"]) == "none"
-    )
+    Recipe("mixed", blocks, squares, rows, half=frozenset({"dgrad", "wgrad"}))  # dout is in no product in FP8
 
 
 @pytest.mark.parametrize("recipe", TABLE)

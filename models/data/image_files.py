@@ -23,8 +23,8 @@ TURNS: dict[Any, Image.Transpose] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# Of PNG's pixels that Pillow widens or narrows to 8 bits, but not the value that is transparent.
-OTHER_BITS = ("L;2", "L;4", "I;16B", "RGB;16B")
+RANGED = ("PNG", "PPM", "TIFF", "JPEG2000")  # formats that define white for more than 8 bits
+BITS, PHOTOMETRIC, SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF
 
 
 def check_colour(background: str) -> None:
@@ -83,8 +83,9 @@ def fitting_grid(height: int, width: int, patch: int, longest: int) -> tuple[int
     It has nearly their aspect ratio.
     """
     scale = min(1.0, math.sqrt(longest * patch**2 / (height * width)))
-    # A millionth is more than rounding, and less than a pixel.
-    rows, columns = (max(1, int(side * scale / patch + 1e-6)) for side in (height, width))
+    rows, columns = (
+        max(1, int(side * scale / patch + 1e-6)) for side in (height, width)
+    )  # more than rounding, less than a pixel
     return min(rows, longest // columns) or 1, min(columns, longest)
 
 
@@ -98,7 +99,7 @@ def read_images(files: Sequence[Path], patch: int, longest: int, background: str
       background: colour under transparent pixels.
 
     Raises:
-      ValueError: Pillow cannot read a file, or it has more than 8 bits a channel.
+      ValueError: Pillow cannot read a file, or its numbers do not say which one is white.
     """
 
     def read(file: Path) -> np.ndarray:
@@ -120,18 +121,24 @@ def read_images(files: Sequence[Path], patch: int, longest: int, background: str
         return list(pool.map(read, files))
 
 
+def read_image(file: Path, patch: int, longest: int, background: str = "white") -> np.ndarray:
+    """As of `read_images`."""
+    return read_images([file], patch, longest, background)[0]
+
+
 def _upright(file: Path, background: str) -> Image.Image:
     """In RGB."""
     # Of a stream: Pillow 13 maps a named TIFF into memory with the sides of the turned image.
     with file.open("rb") as stream, Image.open(stream) as image:
         raw = str(image.tile[0][3]) if image.format == "PNG" and image.tile else ""
         image.load()
-        if image.mode[0] in "IF":
-            raise ValueError("it has more than 8 bits a channel, of which its numbers do not say which one is white")
-        if raw in OTHER_BITS and "transparency" in image.info:
-            raise ValueError("it names a transparent colour by another number of bits than 8")
+        if (clear := image.info.get("transparency")) is not None:
+            if raw == "RGB;16B":
+                raise ValueError("it names a transparent colour by 16 bits, of which Pillow keeps 8")
+            # Pillow widens pixels of 2 and 4 bits to 8, but not the value that is transparent.
+            image.info["transparency"] = clear * {"L;2": 85, "L;4": 17}.get(raw, 1)
         turn = _turn(image)
-        image = _visible(image, background)
+        image = _visible(_eight_bits(image), background)
     return image if turn is None else image.transpose(turn)
 
 
@@ -142,8 +149,33 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
         return None
 
 
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """With at most 8 bits a channel: black stays 0, and the white of the file's format is 255."""
+    tags = getattr(image, "tag_v2", {})
+    signed, bits = tags.get(SAMPLE_FORMAT) == (2,), tags.get(BITS, (16,))[0]
+    if image.mode[0] not in "IF" and not signed:
+        return image
+    values, white = np.asarray(image), 4095 if bits == 12 else 65_535
+    low, high = values.min(), values.max()
+    # In 32 bits Pillow and others write 8 as well as 16 bits.
+    defined = image.mode != "F" and image.format in RANGED and (not signed if bits < 32 else high not in range(1, 256))
+    if not (defined and 0 <= low <= high <= white):
+        raise ValueError(
+            f"its numbers, {low} to {high}, do not say which one is white; beyond 8 bits it needs 16 without a sign"
+        )
+    if tags.get(PHOTOMETRIC) == 0:  # 0 is white
+        values = white - values
+    # The high bits, as Pillow reads colours of 16 bits.
+    gray = Image.fromarray((values.astype(np.int64) * 256 // (white + 1)).astype(np.uint8))
+    if (clear := image.info.get("transparency")) is not None:
+        gray.putalpha(Image.fromarray(values != clear))
+    return gray
+
+
 def _visible(image: Image.Image, background: str) -> Image.Image:
     """In RGB, transparent pixels over the background."""
+    if image.mode == "La":
+        image = image.convert("LA")
     if not image.has_transparency_data:
         return image.convert("RGB")
     shown = image.convert("RGBA")

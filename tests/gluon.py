@@ -141,7 +141,7 @@ def check(
     report = assembled(kernel.ptx, folder)
     spills = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
     assert len(spills) == 2
-    assert max(spills) <= spilled
+    assert max(spills) <= spilled, f"{kernel.name} spills {spills} bytes"
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
     assert len(registers) == 1
     assert registers[0] * threads <= 65536

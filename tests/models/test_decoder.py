@@ -17,7 +17,7 @@ from models.data.text import Corpus
 from models.decoder import Decoder, DecoderConfig, document_starts
 from models.decoder.model import within_documents
 from models.training import lm as train_lm
-from models.training.lm import objective
+from models.training.lm import LmTask
 from models.training.loop import Run
 from models.training.presets import Preset
 from tests.arrays import put
@@ -126,7 +126,7 @@ def test_there_is_room_for_heldout_documents(tmp_path, monkeypatch):
         for offsets in (np.array([0, 9]), np.arange(0, 15, 2))
     )
     preset = Preset(DENSE, context=8, batch=1, steps=1, learning_rate=1.0, warmup_steps=0, eval_every=1)
-    monkeypatch.setattr(train_lm, "start_state", lambda preset, mesh: pytest.fail(f"{preset.model.max_documents}"))
+    monkeypatch.setattr(train_lm, "LmTask", lambda preset: pytest.fail(f"{preset.model.max_documents}"))
     with pytest.raises(pytest.fail.Exception, match=r"^8$"):
         train_lm.train(preset, Corpus(one, seven), "nats", Run(tmp_path, Console()))
 
@@ -156,7 +156,8 @@ def _routed_and_gradient(packed: bool):
     graphdef, params = nnx.split(model_of(SPARSE))
 
     def loss(params, batch):
-        return objective(preset, packed, nnx.merge(graphdef, params, copy=True), batch, jax.random.key(0))
+        model = nnx.merge(graphdef, params, copy=True)
+        return LmTask(dataclasses.replace(preset, pack=packed)).objective(model, batch, jax.random.key(0))
 
     return params, jax.jit(jax.value_and_grad(loss, has_aux=True))
 

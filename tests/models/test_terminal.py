@@ -73,8 +73,8 @@ def test_a_reader_that_has_gone():
         file.write("another")
 
 
-def test_only_these_print():
-    """Each other use of rich's Console would read what a user gives as markup."""
+def test_nothing_prints_markup():
+    """rich's Console would read what a user gives as markup."""
     found = set()
     for folder in ("jaxops", "models", "benchmarks"):
         for file in (ROOT / folder).rglob("*.py"):
@@ -83,4 +83,4 @@ def test_only_these_print():
                     *("Console", "from_markup", "get_console", "print_json", "secho"),
                 ):
                     found.add(str(file.relative_to(ROOT)))
-    assert found == {"jaxops/_lib/terminal.py"}
+    assert not found

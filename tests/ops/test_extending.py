@@ -133,6 +133,12 @@ def test_op(op):
     test_devices.test_a_plan_of_another_op(OP)
 
 
+def test_a_vectors_gradient_is_summed_in_float32(op):
+    x, gate = jnp.ones((2000, 8), jnp.bfloat16), jnp.ones((1, 8), jnp.bfloat16)
+    dgate = jax.grad(lambda gate: jnp.sum(op.gated_rms_norm(x, gate, put([0, 2000], "int32"))))(gate)
+    np.testing.assert_allclose(np.asarray(dgate, np.float32), 2000, rtol=1e-2)
+
+
 def test_the_tools_know_the_op(op):
     """What the tuner would measure, each lowered for an H200; and what an inspected call says."""
     problem = op.Problem(300, 136, 5, "bfloat16")

@@ -9,7 +9,8 @@ An epilogue is a function of the sums, its operands and the tile, that returns w
 
 It is called for a piece of a tile at a time: `acc` is float32, [rows, columns] of the piece, zeros outside the groups.
 It returns a tuple of a tensor for each result of the launch. One of two dimensions is a tile of its result, rounded to
-its dtype. One of one dimension is a number for each row: its result is [pieces across, rows] in float32.
+its dtype. One of one dimension is a number for each row: its result is [pieces across, rows] in float32, in a launch
+that has a "loaded" result.
 
 The loop loads the operands. They are arrays or numbers, each with the name of its kind:
 
@@ -141,6 +142,7 @@ def store_piece(
     if widths is None:
         for r in gl.static_range(len(values)):
             if ptrs[r] is not None:
+                gl.static_assert(len(values[r].shape) == 2, "a number for each row needs a loaded result beside it")
                 buf = bufs.index(WHICH if BUFFERS == 1 else BUFFERS * WHICH + turn)
                 store_value(values[r], descs[r], ptrs[r], buf, tile, N, BUFFERS - 1)
                 if BUFFERS > 1:

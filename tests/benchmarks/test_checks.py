@@ -15,7 +15,6 @@ from benchmarks.harness.packing import Sequences
 from benchmarks.layers import bench_moe
 from benchmarks.ops import (
     bench_adaln,
-    bench_before,
     bench_fp8_matmul,
     bench_modality_grouped_matmul,
     bench_packed_attention,
@@ -178,14 +177,6 @@ def test_route():
     others = of(bench.make_inputs(smoke) | {"selection_bias": jnp.arange(smoke.E, dtype=jnp.float32)})
     with pytest.raises(ArithmeticError, match=r"only 0\.\d+ of the tokens"):
         bench.errors(others, parts)
-
-
-def test_before():
-    x = jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16)
-    assert bench_before.demand_same({"jaxops": (x, None), "before": (x, None)}) == 0
-    for wrong in (x.at[3].add(1), x * 1.03, x.at[0].set(jnp.nan)):
-        with pytest.raises(ArithmeticError, match="differ"):
-            bench_before.demand_same({"jaxops": (x, wrong), "before": (x, x)})
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """The public functions: checks and plans. product.py has the custom_vjp."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,12 +15,9 @@ from jaxops._lib.arrays.checks import (
     compute_dtype_of,
     float_dtype,
 )
-from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.precision import resolve_precision
-from jaxops._lib.planning.device import Device, device_of
-from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.grouped_matmul.modalities import shapes_of
-from jaxops.ops.grouped_matmul.plan import Plan, Problem, make_plan
+from jaxops.ops.grouped_matmul.plan import PLANNER, Plan, Problem
 from jaxops.ops.grouped_matmul.product import Spec, matmul, wgrad
 
 
@@ -92,10 +91,9 @@ def grouped_matmul(
     compute = compute_dtype_of("lhs", lhs, "rhs", rhs, compute_dtype, "the gradient of rhs stays")
     precision, compute = resolve_precision(precision, compute)
     problem = Problem(G, lhs.shape[0], K, N, compute.name, transpose_rhs)
-    plan = _plan(problem, device_of(lhs, rhs, group_offsets), backend, plan)
+    chosen, lhs, rhs, bias, group_offsets = _prepare(problem, backend, plan, lhs, rhs, bias, group_offsets)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
-    spec = Spec("grouped_matmul", (plan,), precision, compute, out, lhs.dtype, rhs.dtype, transpose_rhs)
-    lhs, rhs, bias, group_offsets = vary_together(lhs, rhs, bias, group_offsets)
+    spec = Spec("grouped_matmul", (chosen,), precision, compute, out, lhs.dtype, rhs.dtype, transpose_rhs)
     return matmul(spec, lhs, (rhs,), bias, group_offsets)
 
 
@@ -154,14 +152,15 @@ def grouped_wgrad(
                 "out_dtype away."
             )
         out_dtype = accumulate_into.dtype
-    plan = _plan(Problem(G, M, K, N, compute.name), device_of(lhs, dout, group_offsets), backend, plan)
+    chosen, lhs, dout, accumulate_into, group_offsets = _prepare(
+        Problem(G, M, K, N, compute.name), backend, plan, lhs, dout, accumulate_into, group_offsets
+    )
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
-    spec = Spec("grouped_matmul", (plan,), precision, compute, out, lhs.dtype, dout.dtype)
-    lhs, dout, accumulate_into, group_offsets = vary_together(lhs, dout, accumulate_into, group_offsets)
+    spec = Spec("grouped_matmul", (chosen,), precision, compute, out, lhs.dtype, dout.dtype)
     return wgrad(spec, ((G, K, N),), lhs, dout, accumulate_into, group_offsets)[0]
 
 
-def _plan(problem: Problem, device: Device, backend: str, plan: Plan | None) -> Plan:
+def _prepare(problem: Problem, backend: str, plan: Plan | None, *operands: jax.Array | None) -> tuple[Any, ...]:
     if not isinstance(problem.M, int):  # a symbolic size of jax.export: kernels have a static grid
         backend = "xla" if backend == "auto" and plan is None else backend
         if "xla" not in (backend, plan.backend if plan is not None else None):
@@ -169,4 +168,4 @@ def _plan(problem: Problem, device: Device, backend: str, plan: Plan | None) -> 
                 f"M={problem.M} is symbolic; kernels need sizes that are known. Export with backend='xla', or once "
                 "for each length."
             )
-    return make_plan(problem, device, tuned_rows("grouped_matmul", device), backend=backend, plan=plan)
+    return PLANNER.prepare(problem, backend, plan, *operands)

@@ -17,14 +17,11 @@ from jaxops._lib.arrays.checks import (
     type_name,
 )
 from jaxops._lib.arrays.differentiable import differentiable
-from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.numerics.fp8 import AMAX_MAX, FP8, SCALINGS, Quantized
-from jaxops._lib.planning.device import device_of
-from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.quantize.amax_pallas import line_amax_pallas
 from jaxops.ops.quantize.cast_pallas import cast_pallas
 from jaxops.ops.quantize.outputs import Beside, Computation, Format, Gathered, Output, kinds_of, size_of
-from jaxops.ops.quantize.plan import LAYOUTS, Plan, Problem, make_plan
+from jaxops.ops.quantize.plan import LAYOUTS, PLANNER, Plan, Problem
 from jaxops.ops.quantize.xla import cast_xla, dequantize_xla, tensor_amax
 
 
@@ -122,11 +119,10 @@ def cast(
       NotImplementedError: a derivative; "pallas" on a GPU without FP8.
     """
     words = None if key is None else lax.bitcast_convert_type(jax.random.bits(key, (2,), jnp.uint32), jnp.int32)
-    source, offsets, amax, words = vary_together(source, group_offsets, amax, words)
     _, M, K = size_of((source,))
-    dtype, device = jnp.dtype(jax.tree.leaves(source)[0].dtype).name, device_of(source, offsets, amax)
-    problem = Problem(M, K, dtype, form.scaling, layouts, offsets is not None, isinstance(source, Gathered))
-    plan = make_plan(problem, device, tuned_rows("quantize", device), backend=backend, plan=plan)
+    dtype = jnp.dtype(jax.tree.leaves(source)[0].dtype).name
+    problem = Problem(M, K, dtype, form.scaling, layouts, group_offsets is not None, isinstance(source, Gathered))
+    plan, source, offsets, amax, words = PLANNER.prepare(problem, backend, plan, source, group_offsets, amax, words)
     computation = Computation(None, kinds_of((source,)), (output := Output(form, layouts),), dtype)
     arrays = _call(computation, measure, plan, source, offsets, amax, words)
     if form.scaling == "tensorwise":  # both layouts share the scale

@@ -63,7 +63,8 @@ class Variant:
 @functools.cache
 def compiled(run: str, v: Variant):
     """A jitted function from a tensor or another source (and offsets, amax) to a Quantized."""
-    form, plan = Format(v.scaling, v.dtype, v.pow2), Plan(backend_of(run), cast=v.tile, amax=v.amax)  # pyright: ignore[reportArgumentType]
+    form = Format(v.scaling, v.dtype, v.pow2)
+    plan = Plan(backend_of(run), cast=v.tile, amax=v.amax)  # pyright: ignore[reportArgumentType]
 
     def call(source, offsets=None, amax=None) -> jaxops.Quantized:
         options = {"group_offsets": offsets, "amax": amax, "key": KEY if v.stochastic else None, "plan": plan}

@@ -241,7 +241,7 @@ def ragged_gemm(
     elif gemm.contraction:
         schedule, entries = schedule_groups(offsets, K, spans, zeros=zeros)
     else:
-        schedule, entries = schedule_rows(offsets, M, gemm.bm, spans, zeros=zeros)
+        schedule, entries = schedule_rows(offsets, M, gemm.bm, spans, panel=gemm.panel, zeros=zeros)
     layout = tile_layout(results[0].type.dtype, (1, *gemm.stored), over_cluster(gemm.programs, 0, 1, 0))
     descs = [OutTile(gemm.stored, layout, x.before, i) if x.tma else None for i, x in enumerate(results)]
     named = {f"desc_{i}": desc for i, desc in enumerate([*descs, *[None] * MOST_RESULTS][:MOST_RESULTS])}

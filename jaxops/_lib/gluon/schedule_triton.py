@@ -12,11 +12,13 @@ from jaxops._lib.gluon.launch_triton import triton_call
 from jaxops._lib.numerics.fp8 import BLOCK
 from jaxops._lib.ragged.tiling import tile_bound
 from jaxops._lib.ragged.work_list import COLUMNS as _COLUMNS
+from jaxops._lib.ragged.work_list import MOST_PANEL as _MOST_PANEL
 from jaxops._lib.ragged.work_list import MOST_PARTS as _MOST_PARTS
 from jaxops._lib.ragged.work_list import STEP_ROWS as _STEP_ROWS
 from jaxops._lib.ragged.work_list import Spans, least_rows_of_part
 
 COLUMNS, MOST_PARTS, STEP_ROWS = tl.constexpr(_COLUMNS), tl.constexpr(_MOST_PARTS), tl.constexpr(_STEP_ROWS)
+MOST_PANEL = tl.constexpr(_MOST_PANEL)
 _ELEMENTS = 2048  # of a program's [BLOCK, RUNS] comparison: 16 registers a thread at 4 warps
 
 
@@ -41,8 +43,9 @@ def _zero(first, zeros):
 
 @triton.jit
 def schedule_rows_kernel(
-    offsets, work, room, G, M, bound, spans, BM: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr
-):
+    offsets, work, room, G, M, bound, spans, BM: tl.constexpr, PANEL: tl.constexpr, BLOCK: tl.constexpr,
+    RUNS: tl.constexpr,
+):  # fmt: skip
     entries, zeros = room
     r = tl.arange(0, RUNS)
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -67,11 +70,17 @@ def schedule_rows_kernel(
     # Offsets that break the contract may put rows into several runs, and then need more tiles than the list has
     # entries.
     total = tl.minimum(total, bound)
-    number = tl.where(group < G, t - tl.sum(tl.where(r == 0, count, 0), 0), -1)
+    # A run's tiles in panels of about PANEL, equally high: see `place_in_panel_of_group`.
+    of_run = tl.sum(tl.where(mine, count[None, :], 0), 1)
+    number = t - tl.sum(tl.where(mine, first[None, :], 0), 1)
+    panels = tl.maximum((of_run + PANEL // 2) // PANEL, 1)
+    high = tl.maximum((of_run + panels - 1) // panels, 1)
+    inside = number % high
+    high = tl.minimum(high, tl.minimum(of_run - number, bound - t) + inside)  # the last panel's, and the list's end
     tl.store(work + t, group)
     tl.store(work + entries + t, start)
     tl.store(work + 2 * entries + t, end)
-    tl.store(work + 3 * entries + t, number)
+    tl.store(work + 3 * entries + t, inside * MOST_PANEL + high)
     tl.store(work + 4 * entries + t, total)
     tl.store(work + 5 * entries + t, tl.zeros([BLOCK], tl.int32))
     _zero(work + COLUMNS * entries, zeros)
@@ -167,12 +176,17 @@ def _call(kernel, offsets: jax.Array, zeros: int, programs: int, entries: int, *
     return schedule, entries
 
 
-def schedule_rows(offsets: jax.Array, M: int, bm: int, spans: Spans = (), *, zeros: int = 0) -> tuple[jax.Array, int]:
-    """As `schedule_pallas.schedule_rows`. Returns the list and its entries; behind its columns are at least `zeros`
-    zeros, to count in."""
+def schedule_rows(
+    offsets: jax.Array, M: int, bm: int, spans: Spans = (), *, panel: int = 1, zeros: int = 0
+) -> tuple[jax.Array, int]:
+    """As `schedule_pallas.schedule_rows`, but for the fourth column: a tile's place in its panel times MOST_PANEL, plus
+    the panel's height. A group's tiles make panels of about `panel` tile rows, whose heights differ by at most
+    one... Returns the list and its entries; behind its columns are at least `zeros` zeros, to count in."""
     G = offsets.shape[0] - 1
     bound = tile_bound(M, G, bm)
-    return _launch(schedule_rows_kernel, offsets, zeros, bound, G + 2, M=M, bound=bound, spans=spans or None, BM=bm)
+    return _launch(
+        schedule_rows_kernel, offsets, zeros, bound, G + 2, M=M, bound=bound, spans=spans or None, BM=bm, PANEL=panel
+    )
 
 
 def schedule_groups(

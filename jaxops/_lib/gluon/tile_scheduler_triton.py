@@ -5,10 +5,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxops._lib.gluon.layouts_triton import one_number
+from jaxops._lib.ragged.work_list import MOST_PANEL as _MOST_PANEL
 
 # What the groups divide. ROWS: A's and C's rows; each group has a B of its own. CONTRACTION: the rows that are summed
 # over; each group has a C of its own.
 ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1)
+MOST_PANEL = gl.constexpr(_MOST_PANEL)
 
 
 @gluon.jit
@@ -160,6 +162,18 @@ def swizzle(t, num_i, num_j, PANEL: gl.constexpr):
 
 
 @gluon.jit
+def place_in_panel_of_group(t, schedule, entries, num_j):
+    """Row and column of tile t, column by column within the panels of a list by `schedule_rows`. A panel lies in one
+    group, so that its tiles of a column multiply the same part of the weights."""
+    listed = t // num_j  # a row tile of the panel: before it are the panels before, each with all its columns
+    place = gl.load(schedule + 3 * entries + listed)
+    first = listed - place // MOST_PANEL
+    height = place % MOST_PANEL
+    t -= first * num_j
+    return first + t % height, t // height
+
+
+@gluon.jit
 def skip_panels(t, first, num_i, num_j, PANEL: gl.constexpr):
     """Of the tile t tiles behind the start of the panel at tile row `first`: its number in its own panel, and the tile
     row at which that starts; past the last tile num_i or more."""
@@ -218,7 +232,7 @@ def locate(
     G, M, K, N = sizes
     num_j = gl.cdiv(N, BN)
     if KIND == ROWS:
-        i, j = swizzle(t, num_i, num_j, PANEL)
+        i, j = place_in_panel_of_group(t, schedule, entries, num_j)
         group = gl.load(schedule + i)
         row = gl.load(schedule + entries + i)
         end = gl.load(schedule + 2 * entries + i)

@@ -5,6 +5,7 @@ for Hopper's kernels, and schedule_pallas.py."""
 COLUMNS = 6
 Spans = tuple[tuple[int, int], ...]  # ranges of runs (`ragged.runs`): first and end of each, ascending
 STEP_ROWS = 64  # of a step of Hopper's half-precision kernels along a sum over rows
+MOST_PANEL = 1024  # tile rows of a panel are fewer
 MOST_PARTS = 64  # a sum has fewer parts: see `schedule_triton.schedule_parts`
 
 

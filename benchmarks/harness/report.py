@@ -32,6 +32,7 @@ PEERS = (
     "torch_symmetric",
     "torch_nccl",
 )
+_LIMITS = (1.0, 0.97, 0.952, 0.909)  # of ratios: the last two are 1.05 and 1.1 times the peer's time
 _CASE = ("op", "pass", "name", "dtype", "dist", "recipe")
 _VARIANT = ("scaling", "layouts", "cast", "mesh", "options")  # entries that distinguish rows of some ops, if texts
 
@@ -131,7 +132,7 @@ def markdown(rows: list[dict]) -> str:
     if worst := worst_ratios(own):
         parts += [
             "## Against each peer (above 1: jaxops is faster)",
-            _table(["op", "pass", "peer", "worst", "where", "geometric mean", "cases"], worst),
+            _table(["op", "pass", "peer", "worst", "where", "geometric mean", "cases", f"below {_LIMITS}"], worst),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -145,7 +146,8 @@ def worst_ratios(own: Iterable[dict]) -> list[list[str]]:
     for case, ratios in found.items():
         worst, where = min(ratios)
         mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
-        table.append([*case, f"{worst:.2f}", where, f"{mean:.2f}", str(len(ratios))])
+        below = [sum(ratio < limit for ratio, _ in ratios) for limit in _LIMITS]
+        table.append([*case, f"{worst:.3f}", where, f"{mean:.3f}", str(len(ratios)), ", ".join(map(str, below))])
     return table
 
 

@@ -62,7 +62,7 @@ def test_the_fastest_over_both_splits_is_the_tuned_side(tmp_path, monkeypatch):
     tiles = [Tiles(bm, 16, 16) for bm in (16, 32, 64)]
     times = iter([(3.0, 1.0, 2.0), (3.0, 9.0, 2.0)])
 
-    def interleave(sides, rounds=3):
+    def interleave(sides, rounds=3, work_us=0):
         us = next(times) if len(sides) == len(tiles) else [1.0] * len(sides)  # others are of the machine
         return {side.name: harness.Times(each, each, each) for side, each in zip(sides, us, strict=True)}
 

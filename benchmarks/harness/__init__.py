@@ -83,11 +83,13 @@ class Ready:
       variant: what `interleave` calls.
       max_err: of the check; None without one.
       facts: further entries of its row: launches, compile_s, recipe; "backend" if that is not the side's name.
+      us: of one call, roughly.
     """
 
     variant: Variant
     max_err: float | None
     facts: dict
+    us: float = 0.0
 
 
 def on_gpu() -> bool:
@@ -145,7 +147,7 @@ def ready(side: str, compiled: Callable, args: tuple, out_bytes: int, max_err: f
     launched = kernels(compiled, *args)
     us = sum(us for _, us in launched) if launched else WORK_US / 3
     variant = Variant(side, functools.partial(times_of, compiled, args), iterations_for(us, out_bytes))
-    return Ready(variant, max_err, {"launches": len(launched)} if launched else {})
+    return Ready(variant, max_err, {"launches": len(launched)} if launched else {}, us)
 
 
 def checked(side: str, compiled: tuple[Callable, float], args: tuple, check: Callable[[Any], Any], **facts) -> Ready:
@@ -288,12 +290,17 @@ class Run:
         return sides
 
     def time(
-        self, own: str | Collection[str], label: str, makers: dict[str, Callable[[], Ready]]
+        self, own: str | Collection[str], label: str, makers: dict[str, Callable[[], Ready]], most: int | None = None
     ) -> tuple[dict[str, Ready], dict[str, Times]]:
-        """The sides of a case, checked, and the times of those that ran."""
-        sides = self.ready_sides(own, label, makers)
+        """The sides of a case, checked, and the times of those that ran.
+
+        most: so many sides besides the own ones are timed, those that are the fastest in a single call.
+        """
+        sides, own = self.ready_sides(own, label, makers), {own} if isinstance(own, str) else set(own)
+        others = sorted(set(sides) - own, key=lambda name: sides[name].us)[:most]
+        sides = {name: side for name, side in sides.items() if name in own | set(others)}
         times = self.interleave(sides)
-        self.left_out += len(({own} if isinstance(own, str) else set(own)) & set(sides) - set(times))
+        self.left_out += len(own & set(sides) - set(times))
         return sides, times
 
     def interleave(self, sides: dict[str, Ready]) -> dict[str, Times]:

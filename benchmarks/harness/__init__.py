@@ -250,6 +250,7 @@ class Run:
         second times count, and its rows have "again".
       ceilings: of the machine, as far as they were measured.
       options: chosen values of the benchmark's options.
+      programs: that were compiled before the first case.
       left_out: how many own sides failed.
     """
 
@@ -262,6 +263,7 @@ class Run:
     ceilings: Any = None
     torch: TorchProcess | None = None
     options: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
     left_out: int = 0
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
@@ -375,6 +377,17 @@ class Compiled(NamedTuple):
 
     result: Any
     seconds: float
+
+
+def tracing(fn: Any, *given, **options) -> Callable[[], Callable[[], Any]]:
+    """A jitted function for `start_compiling`, with options of the compiler. Without any, the program is the one that
+    calls of fn with like arguments run."""
+
+    def trace() -> Callable[[], Any]:
+        traced = fn.trace(*given)
+        return lambda: traced.lower().compile(options or None)
+
+    return trace
 
 
 def start_compiling(pool: Executor, trace: Callable[[], Callable[[], Any]]) -> "Future[Compiled]":

@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,19 +91,9 @@ def kernel_of(case: Case) -> str:
     return getattr(plan, case.pass_name).kernel
 
 
-def tracing(fn: Any, *given) -> Callable[[], Callable[[], Any]]:
-    """For `harness.start_compiling`; JAX calls what was compiled when fn is called with like arguments."""
-
-    def trace() -> Callable[[], Any]:
-        traced = fn.trace(*given)
-        return lambda: traced.lower().compile()
-
-    return trace
-
-
 def start_compiling_inputs(pool: Executor, shape: GroupedShape) -> None:
     for dims in operands(shape):
-        harness.start_compiling(pool, tracing(harness.normal, 0, dims, DTYPE))
+        harness.start_compiling(pool, harness.tracing(harness.normal, 0, dims, DTYPE))
 
 
 def start_compiling_pass(pool: Executor, shape: GroupedShape, passes: dict[str, Passes], pass_name: str) -> Programs:
@@ -113,9 +103,10 @@ def start_compiling_pass(pool: Executor, shape: GroupedShape, passes: dict[str, 
     offsets, sizes = struct((shape.G + 1,), jnp.int32), struct((shape.G,), jnp.int32)
     sampled = (struct((shapes.SAMPLED_ROWS,), jnp.int32),) * 2
     result = {"fwd": dout, "dgrad": lhs, "wgrad": rhs}[pass_name]
-    harness.start_compiling(pool, tracing(checks.errors_of_rows, pass_name, result, *tensors, offsets, *sampled))
+    check = harness.tracing(checks.errors_of_rows, pass_name, result, *tensors, offsets, *sampled)
+    harness.start_compiling(pool, check)
     return {
-        name: harness.start_compiling(pool, tracing(jax.jit(own[pass_name]), *tensors, offsets, sizes))
+        name: harness.start_compiling(pool, harness.tracing(jax.jit(own[pass_name]), *tensors, offsets, sizes))
         for name, own in passes.items()
         if name not in ("cublas", "ragged_dot")
     }

@@ -262,6 +262,30 @@ def test_a_part_of_the_models_shapes(tmp_path, monkeypatch, torch_answers):
     assert [(row["dist"], row["backend"], row["again"]) for row in rows] == [(*each, True) for each in both]
 
 
+def test_layers_of_models(tmp_path, monkeypatch):
+    """A set by its name, one of its layers by its own; the rate with a router's groups over that with even ones."""
+    layers = shapes_models.MODEL_LAYERS
+    assert len(layers) == 22
+    assert layers["granite_3b_a800m_t4096"].dims == {"T": 4096, "E": 40, "k": 8, "D": 1536, "F": 512}
+    for name in list(layers)[2:]:
+        monkeypatch.delitem(layers, name)
+    for name in layers:
+        monkeypatch.setitem(layers, name, dataclasses.replace(bench_moe.SMOKE, name=name))
+    machine = importlib.import_module("benchmarks.harness.machine")
+    monkeypatch.setattr(machine, "measure_ceilings", lambda *_, **__: None)
+    for names, measured in (("models", 2), ("mixtral_8x7b_t16384", 1)):
+        out = tmp_path / names
+        options = ["--passes", "fwd", "--dists", "balanced,router", "--peers", "", "--rounds", "1"]
+        result = run(bench_moe.main, "--shapes", names, "--out", str(out), *options)
+        assert result.exit_code == 0, result.output
+        rows = rows_of(out / "moe.jsonl")
+        assert [row["dist"] for row in rows] == ["balanced", "router"] * measured
+        for even, routed in zip(rows[::2], rows[1::2], strict=True):
+            assert even["name"] == routed["name"] in layers
+            assert even["of_balanced"] == 1
+            assert routed["of_balanced"] == pytest.approx(even["us_p50"] / routed["us_p50"], rel=1e-2)
+
+
 def wrong_grouped(backend):
     passes = jaxops_passes("xla")
     return passes | {"fwd": lambda *args: passes["fwd"](*args) * 1.1}

@@ -42,6 +42,7 @@ SHOWN = 24  # kernels of a row
 LIMIT, FP8_LIMIT = 3e-2, 0.12
 
 Arrays = tuple[jax.Array, ...]
+Results = Callable[[], Arrays]
 Programs = dict[tuple[str, str, str], "Future[harness.Compiled]"]  # by side, shape and pass
 Dot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -172,7 +173,7 @@ def start_compiling_layer(pool: Executor, sides: list[str], shape: MoeShape, pas
     for name in passes:
         harness.start_compiling(pool, harness.tracing(errors, results[name], results[name]))
     found = {(side, shape.name, name): start(side, name) for side, name in itertools.product(sides, passes)}
-    # It need not be fast: nothing is tried out for its products.
+    # XLA tries no algorithms out for its products: it need not be fast.
     return found | {(REFERENCE, shape.name, ""): start("xla", "fwd+bwd", xla_gpu_autotune_level=0)}
 
 
@@ -184,13 +185,7 @@ def compile_all(run: harness.Run, chosen: list[MoeShape]) -> Programs:
 
 
 def ready_side(
-    side: str,
-    shape: MoeShape,
-    pass_name: str,
-    dist: str,
-    programs: Programs,
-    inputs: Arrays,
-    want: Callable[[], Arrays],
+    side: str, shape: MoeShape, pass_name: str, dist: str, programs: Programs, inputs: Arrays, want: Results
 ) -> harness.Ready:
     if side == "ragged_dot" and dist != "router":
         raise ValueError("on a GPU its time does not depend on the groups' sizes, and it is the slowest by far")
@@ -224,15 +219,13 @@ class Inputs:
 
 def measure(run: harness.Run, shape: MoeShape, given: Inputs, pass_name: str, dist: str) -> None:
     inputs = (jnp.asarray(shapes_moe.preferences(dist, shape)), *given.arrays)
+    # Called by the sides: a reference that does not fit leaves them out, and does not end the run.
     reference = lambda: run.programs[REFERENCE, shape.name, ""].result().result(*inputs)
-    want = functools.cache(
-        lambda: reference()[: 1 if pass_name == "fwd" else None]
-    )  # fails with the sides, not the run
+    want = functools.cache(lambda: reference()[: 1 if pass_name == "fwd" else None])
     row = harness.case_of("moe", pass_name, shape, DTYPE, dist)
     label = harness.label_of(row)
-    sides, times = run.time(
-        OURS, label, run.sides(OURS, ready_side, shape, pass_name, dist, run.programs, inputs, want)
-    )
+    makers = run.sides(OURS, ready_side, shape, pass_name, dist, run.programs, inputs, want)
+    sides, times = run.time(OURS, label, makers)
     for name, t in times.items():
         beside = {peer: other for peer, other in times.items() if peer not in FP8}
         vs = harness.ratios(name, beside, OURS)

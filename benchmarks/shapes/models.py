@@ -76,7 +76,7 @@ def models(count: int = 60, seed: int = 0) -> list[GroupedShape]:
     return [found[kind % len(found)] for found, kind in zip(fitting, kinds, strict=True)]
 
 
-# Ten whose weights, their gradients and a reference's fit 80 GB, and two layers that were measured before.
+# Ten whose weights (7.5 GB at most), gradients and a reference's gradients fit 80 GB.
 _WHOLE = (
     *("mixtral_8x7b", "deepseek_moe_16b", "qwen3_30b_a3b", "qwen3_235b_a22b", "glm_45"),
     *("glm_45_air", "llama4_scout", "gpt_oss_20b", "phi35_moe", "granite_3b_a800m"),

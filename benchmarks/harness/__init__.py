@@ -33,13 +33,16 @@ from jaxops.profiling.device_times import device_times_us, kernel_times_us, wall
 from models.distributed import device_memory
 
 WORK_US = 30_000  # of measured work a variant and round: enough to average, and to keep the card equally warm
+LEAST_CALLS = 3  # a round
 ALIVE_BYTES = 25e9  # results that may be alive at a time: CUPTI's measurement keeps those of all its iterations
 OUT = typer.Option("", help="Folder of the rows; benchmarks/results/<device> by default.")
 SMOKE = typer.Option(False, help="Tiny shapes, every code path; needs --out.")
 
 
-def shapes_option(named) -> Any:
-    return typer.Option(",".join(named), "--shapes", help="Comma-separated names from benchmarks/shapes.")
+def shapes_option(named, sets: Iterable[str] = ()) -> Any:
+    """sets: names of whole sets, one of which may stand instead."""
+    instead = f"; or one of {', '.join(sets)}" if sets else ""
+    return typer.Option(",".join(named), "--shapes", help=f"Comma-separated names from benchmarks/shapes{instead}.")
 
 
 def names(text: str, known: Iterable[str] | None = None) -> list[str]:
@@ -80,11 +83,13 @@ class Ready:
       variant: what `interleave` calls.
       max_err: of the check; None without one.
       facts: further entries of its row: launches, compile_s, recipe; "backend" if that is not the side's name.
+      us: of one call, roughly.
     """
 
     variant: Variant
     max_err: float | None
     facts: dict
+    us: float = 0.0
 
 
 def on_gpu() -> bool:
@@ -142,7 +147,7 @@ def ready(side: str, compiled: Callable, args: tuple, out_bytes: int, max_err: f
     launched = kernels(compiled, *args)
     us = sum(us for _, us in launched) if launched else WORK_US / 3
     variant = Variant(side, functools.partial(times_of, compiled, args), iterations_for(us, out_bytes))
-    return Ready(variant, max_err, {"launches": len(launched)} if launched else {})
+    return Ready(variant, max_err, {"launches": len(launched)} if launched else {}, us)
 
 
 def checked(side: str, compiled: tuple[Callable, float], args: tuple, check: Callable[[Any], Any], **facts) -> Ready:
@@ -205,13 +210,15 @@ def torch_ready(name: str, torch: TorchProcess, request: dict[str, Any]) -> Read
 
 def iterations_for(us: float, out_bytes: int) -> int:
     """Calls a round: about WORK_US of work, at least 3 (1 if a call takes over 100 ms), results within ALIVE_BYTES."""
-    wanted = 1 if us > 1e5 else min(50, max(3, round(WORK_US / max(us, 1.0))))
+    wanted = 1 if us > 1e5 else min(50, max(LEAST_CALLS, round(WORK_US / max(us, 1.0))))
     # The warm-up's result may still be alive beside them.
     return max(1, min(wanted, int(ALIVE_BYTES / max(out_bytes, 1)) - 1))
 
 
-def interleave(variants: Sequence[Variant], rounds: int = 5) -> dict[str, Times]:
+def interleave(variants: Sequence[Variant], rounds: int = 5, work_us: float = WORK_US) -> dict[str, Times]:
     """Times all variants in each round, in a random order, so that drifting clocks and heat affect all of them.
+
+    A round's calls are reduced as work_us is below WORK_US, to LEAST_CALLS at least.
 
     The order matters: under a hot kernel the card lowers its clocks within milliseconds, which slows the next variant.
     A variant that raises is left out, with its reason printed.
@@ -222,8 +229,9 @@ def interleave(variants: Sequence[Variant], rounds: int = 5) -> dict[str, Times]
     for _ in range(rounds):
         for variant in (variants[i] for i in order.permutation(len(variants))):
             if variant.name not in failed:
+                least = min(LEAST_CALLS, variant.iterations)
                 try:
-                    samples[variant.name] += variant.times_us(variant.iterations)
+                    samples[variant.name] += variant.times_us(max(least, round(variant.iterations * work_us / WORK_US)))
                 except Exception as error:  # a peer's failure is a finding about the peer, not the end of the run
                     failed.add(variant.name)
                     print_left_out(variant.name, error)
@@ -237,8 +245,12 @@ class Run:
     Attributes:
       ceiling: the copy bandwidth in GB/s or the dense rate in TFLOP/s, as the rows' rate; None for no of_ceiling.
       peers: in JAX.
+      work_us: of `interleave`.
+      again_below: a case in which a peer's time over the own one is less than this, by peer, is timed once more: the
+        second times count, and its rows have "again".
       ceilings: of the machine, as far as they were measured.
       options: chosen values of the benchmark's options.
+      programs: that were compiled before the first case.
       left_out: how many own sides failed.
     """
 
@@ -246,9 +258,12 @@ class Run:
     rounds: int
     ceiling: float | None
     peers: list[str]
+    work_us: float = WORK_US
+    again_below: dict[str, float] = dataclasses.field(default_factory=dict)
     ceilings: Any = None
     torch: TorchProcess | None = None
     options: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
     left_out: int = 0
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
@@ -277,13 +292,21 @@ class Run:
         return sides
 
     def time(
-        self, own: str | Collection[str], label: str, makers: dict[str, Callable[[], Ready]]
+        self, own: str | Collection[str], label: str, makers: dict[str, Callable[[], Ready]], most: int | None = None
     ) -> tuple[dict[str, Ready], dict[str, Times]]:
-        """The sides of a case, checked, and the times of those that ran."""
-        sides = self.ready_sides(own, label, makers)
-        times = interleave([side.variant for side in sides.values()], self.rounds)
-        self.left_out += len(({own} if isinstance(own, str) else set(own)) & set(sides) - set(times))
+        """The sides of a case, checked, and the times of those that ran.
+
+        most: so many sides besides the own ones are timed, those that are the fastest in a single call.
+        """
+        sides, own = self.ready_sides(own, label, makers), {own} if isinstance(own, str) else set(own)
+        others = sorted(set(sides) - own, key=lambda name: sides[name].us)[:most]
+        sides = {name: side for name, side in sides.items() if name in own | set(others)}
+        times = self.interleave(sides)
+        self.left_out += len(own & set(sides) - set(times))
         return sides, times
+
+    def interleave(self, sides: dict[str, Ready]) -> dict[str, Times]:
+        return interleave([side.variant for side in sides.values()], self.rounds, self.work_us)
 
     def measure(
         self, own: str, case: dict, makers: dict[str, Callable[[], Ready]], rate: str, work: float, **facts
@@ -291,10 +314,17 @@ class Run:
         """Checks, times, writes and prints every side of a case; arguments as of `write`."""
         label = label_of(case | facts)
         sides, times = self.time(own, label, makers)
+        if any(ratio < self.again_below.get(peer, 0) for peer, ratio in ratios(own, times, own).items()):
+            times |= self.interleave(sides)
+            facts["again"] = True
         self.write(own, case, sides, times, rate, work, **facts)
         unit, scale = {"tflops": ("TFLOP/s", 1e6), "gbps": ("GB/s", 1e3)}[rate]
         line = " | ".join(f"{name} {t.us_p50:.1f} us {work / t.us_p50 / scale:.0f} {unit}" for name, t in times.items())
-        print(f"{label:40} {line}{'' if facts.get('cold', True) else ' | caches not cold'}", flush=True)
+        print(
+            f"{label:40} {line}{' | again' if 'again' in facts else ''}"
+            f"{'' if facts.get('cold', True) else ' | caches not cold'}",
+            flush=True,
+        )
 
     def write(
         self, own: str, case: dict, sides: dict[str, Ready], times: dict[str, Times], rate: str, work: float, **facts
@@ -347,6 +377,17 @@ class Compiled(NamedTuple):
 
     result: Any
     seconds: float
+
+
+def tracing(fn: Any, *given, **options) -> Callable[[], Callable[[], Any]]:
+    """A jitted function for `start_compiling`, with options of the compiler. Without any, the program is the one that
+    calls of fn with like arguments run."""
+
+    def trace() -> Callable[[], Any]:
+        traced = fn.trace(*given)
+        return lambda: traced.lower().compile(options or None)
+
+    return trace
 
 
 def start_compiling(pool: Executor, trace: Callable[[], Callable[[], Any]]) -> "Future[Compiled]":

@@ -1,8 +1,10 @@
 """The command of a benchmark whose cases are shapes times the values of some options."""
 
 import dataclasses
+import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,6 +21,8 @@ class Benchmark:
     Attributes:
       name: of its command, and of its file of rows.
       shapes, smoke: the named workloads, and the tiny one of --smoke.
+      sets: further named workloads, by the name of a set that --shapes takes.
+      compiled: (run, shapes) -> `Run.programs`, compiled before the first case.
       inputs: of a shape, what its cases share; made once.
       options: comma-separated options and their defaults; the first one's values are the outermost loop.
       known: what an option may have, where that is not its default.
@@ -34,6 +38,8 @@ class Benchmark:
     name: str
     shapes: Mapping[str, Any]
     smoke: Any
+    sets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    compiled: Callable[[harness.Run, list[Any]], dict[Any, Any]] = lambda run, shapes: {}
     inputs: Callable[[Any], Any]
     options: Mapping[str, tuple[str, ...]]
     known: Mapping[str, Iterable[str]] = dataclasses.field(default_factory=dict)
@@ -71,8 +77,11 @@ def command(benchmark: Benchmark) -> Callable[..., None]:
                 torch=torch,
                 options={name: harness.names(given[name], benchmark.of_option(name)) for name in given},
             )
-            chosen = [benchmark.shapes[name] for name in harness.names(shapes, benchmark.shapes)]
-            for shape in [benchmark.smoke] if smoke else chosen:
+            known = functools.reduce(operator.or_, map(dict, benchmark.sets.values()), dict(benchmark.shapes))
+            chosen = benchmark.sets[shapes] if shapes in benchmark.sets else harness.names(shapes, known)
+            chosen = [benchmark.smoke] if smoke else [known[name] for name in chosen]
+            run.programs = benchmark.compiled(run, chosen)
+            for shape in chosen:
                 inputs = benchmark.inputs(shape)
                 for values in itertools.product(*(run.options[name] for name in loops)):
                     benchmark.measure(run, shape, inputs, *values)
@@ -81,7 +90,7 @@ def command(benchmark: Benchmark) -> Callable[..., None]:
         harness.end(run.left_out)
 
     options = {
-        "shapes": (str, harness.shapes_option(benchmark.shapes)),
+        "shapes": (str, harness.shapes_option(benchmark.shapes, benchmark.sets)),
         **{
             name: (str, typer.Option(",".join(default), help=f"Of {', '.join(benchmark.of_option(name))}."))
             for name, default in benchmark.options.items()

@@ -13,25 +13,11 @@ import typer
 from benchmarks.harness import ROOT
 
 PEERS = (
-    "xla",
-    "jaxops_xla",
-    "xla_bf16",
-    "jaxops_bf16",
-    "cublas",
-    "cublaslt",
-    "ragged_dot",
-    "masked_loop",
-    "tokamax_mosaic",
-    "tokamax_triton",
-    "torch_grouped_mm",
-    "torch_compile",
-    "gemm",
-    "alone",
-    "xla_own_rows",
-    "mosaic_example",
-    "torch_symmetric",
-    "torch_nccl",
+    *("xla", "jaxops_xla", "xla_bf16", "jaxops_bf16", "cublas", "cublaslt", "ragged_dot", "masked_loop", "tuned"),
+    *("tokamax_mosaic", "tokamax_triton", "torch_grouped_mm", "torch_compile", "gemm", "alone", "xla_own_rows"),
+    *("mosaic_example", "torch_symmetric", "torch_nccl"),
 )
+_LIMITS = (1.0, 0.97, 0.952, 0.909)  # of ratios: the last two are 1.05 and 1.1 times the peer's time
 _CASE = ("op", "pass", "name", "dtype", "dist", "recipe")
 _VARIANT = ("scaling", "layouts", "cast", "mesh", "options")  # entries that distinguish rows of some ops, if texts
 
@@ -42,16 +28,9 @@ def read_rows(folder: pathlib.Path) -> list[dict]:
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text("utf-8").splitlines():
             if line.strip() and "us_p50" in (row := json.loads(line)):  # tables of errors have no times
-                recipe = (
-                    row.get("recipe") if is_own(row) else None
-                )  # of a peer, recipe says how it was called this time
-                case = (
-                    *(row[key] for key in _CASE[:-1]),
-                    recipe,
-                    *_texts(row, _VARIANT),
-                    json.dumps(row["shape"], sort_keys=True),
-                )
-                newest[case, row["backend"]] = row
+                recipe = row.get("recipe") if is_own(row) else None  # a peer's says how it was called this time
+                named = (*(row[key] for key in _CASE[:-1]), recipe, *_texts(row, _VARIANT))
+                newest[named, json.dumps(row["shape"], sort_keys=True), row["backend"]] = row
     return list(newest.values())
 
 
@@ -72,13 +51,9 @@ def variant(row: dict) -> list[str]:
 
 
 def speed(row: dict) -> str:
-    return (
-        f"{row['tflops']:,.4g} TFLOP/s"
-        if row.get("tflops") is not None
-        else f"{row['gbps']:,.0f} GB/s"
-        if row.get("gbps") is not None
-        else "-"
-    )
+    if row.get("tflops") is not None:
+        return f"{row['tflops']:,.4g} TFLOP/s"
+    return f"{row['gbps']:,.0f} GB/s" if row.get("gbps") is not None else "-"
 
 
 def markdown(rows: list[dict]) -> str:
@@ -106,32 +81,19 @@ def markdown(rows: list[dict]) -> str:
         table = []
         for row in mine:
             of_ceiling = "-" if row["of_ceiling"] is None else f"{100 * row['of_ceiling']:.0f} %"
-            what = [
-                " ".join(filter(None, (row["name"], row.get("recipe"), *variant(row)))),
-                row["dist"],
-                row["dtype"],
-                row["backend"],
-            ]
+            name = " ".join(filter(None, (row["name"], row.get("recipe"), *variant(row))))
+            what = [name, row["dist"], row["dtype"], row["backend"]]
             times = [f"{row['us_p50']:,.1f} ({row['us_p20']:,.1f} to {row['us_p80']:,.1f})", speed(row), of_ceiling]
             if floors:
                 times.append(f"{100 * row['of_floor']:.0f} %" if "of_floor" in row else "-")
             table.append([*what, *times, *(f"{row['vs'][peer]:.2f}" if peer in row["vs"] else "-" for peer in peers)])
-        head = [
-            "workload",
-            "rows",
-            "dtype",
-            "backend",
-            "us (p20 to p80)",
-            "speed",
-            "of ceiling",
-            *(["of floor"] * floors),
-            *(f"vs {peer}" for peer in peers),
-        ]
+        head = ["workload", "rows", "dtype", "backend", "us (p20 to p80)", "speed", "of ceiling"]
+        head += ["of floor"] * floors + [f"vs {peer}" for peer in peers]
         parts += [f"## {op}, {pass_name}", _table(head, table)]
     if worst := worst_ratios(own):
         parts += [
             "## Against each peer (above 1: jaxops is faster)",
-            _table(["op", "pass", "peer", "worst", "where", "geometric mean", "cases"], worst),
+            _table(["op", "pass", "peer", "worst", "where", "geometric mean", "cases", f"below {_LIMITS}"], worst),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -145,7 +107,8 @@ def worst_ratios(own: Iterable[dict]) -> list[list[str]]:
     for case, ratios in found.items():
         worst, where = min(ratios)
         mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
-        table.append([*case, f"{worst:.2f}", where, f"{mean:.2f}", str(len(ratios))])
+        below = [sum(ratio < limit for ratio, _ in ratios) for limit in _LIMITS]
+        table.append([*case, f"{worst:.3f}", where, f"{mean:.3f}", str(len(ratios)), ", ".join(map(str, below))])
     return table
 
 

@@ -1,16 +1,20 @@
 """A mixture-of-experts layer: jaxops' beside the same layer with tokamax or lax.ragged_dot and XLA.
 
-python -m benchmarks moe                          # everything: 3 shapes, fwd and fwd+bwd, 3 distributions
+python -m benchmarks moe                          # everything: 5 shapes, fwd and fwd+bwd, 3 distributions
 python -m benchmarks moe --shapes mixtral_t16384 --passes fwd --peers ""
+python -m benchmarks moe --shapes models --dists balanced,router --peers ""   # 22 layers of open models
 python -m benchmarks moe --smoke --out /tmp/x     # a tiny shape, every code path, CPU too
 
 TFLOP/s count the routed rows' products. All sides use the same float32 router: with random logits, or with logits that
 force even or Zipf groups (shapes_moe.preferences). Rows also have the share of the time outside the products (on a GPU)
-and the bytes that the layer needs beside its operands and results.
+and the bytes that the layer needs beside its operands and results; of_balanced is the rate over that with even groups,
+where these were measured before.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,14 +25,15 @@ from benchmarks import harness, shapes
 from benchmarks.harness import checks
 from benchmarks.harness.command import Benchmark, command
 from benchmarks.peers.jax_passes import tokamax_dot
+from benchmarks.shapes import models
 from benchmarks.shapes import moe as shapes_moe
 from benchmarks.shapes.moe import MoeShape
 
 PASSES = ("fwd", "fwd+bwd")
-DISTS = ("router", "balanced", "skewed")
+DISTS = ("balanced", "router", "skewed")
 SMOKE = MoeShape("smoke", 24, 4, 2, 16, 32)
 DTYPE = jnp.bfloat16
-OURS = "jaxops"
+OURS, REFERENCE = "jaxops", "reference"
 UNFUSED = "jaxops_unfused"  # permute, three grouped products with the activation in XLA, and combine
 FP8 = {f"jaxops_fp8_{recipe}": recipe for recipe in ("tensorwise", "rowwise", "blockwise", "blockwise_with_gw_hp")}
 PRODUCTS = ("grouped_gemm", "grouped_glu", "moe_mlp_bwd", "fp8_gemm")  # names of kernels that multiply
@@ -37,6 +42,8 @@ SHOWN = 24  # kernels of a row
 LIMIT, FP8_LIMIT = 3e-2, 0.12
 
 Arrays = tuple[jax.Array, ...]
+Results = Callable[[], Arrays]
+Programs = dict[tuple[str, str, str], "Future[harness.Compiled]"]  # by side, shape and pass
 Dot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -109,19 +116,24 @@ def program(side: str, shape: MoeShape, pass_name: str) -> Callable[..., Arrays]
     return both
 
 
-def make_inputs(shape: MoeShape) -> Arrays:
-    """dy, tokens, router, gate, up, down."""
+def kinds_of(shape: MoeShape) -> list[tuple[tuple[int, ...], float, Any]]:
+    """Sizes, scale and dtype of dy, tokens, router, gate, up and down."""
     E, D, F = shape.E, shape.D, shape.F
-    kinds = (  # each one's shape, scale and dtype
+    return [
         ((shape.T, D), 1.0, DTYPE),
         ((shape.T, D), 1.0, DTYPE),
         ((D, E), D**-0.5, jnp.float32),
         ((E, D, F), D**-0.5, DTYPE),
         ((E, D, F), D**-0.5, DTYPE),
         ((E, F, D), F**-0.5, DTYPE),
-    )
+    ]
+
+
+def make_inputs(shape: MoeShape) -> Arrays:
+    """dy, tokens, router, gate, up, down."""
     return tuple(
-        harness.normal(seed, size, dtype) * jnp.asarray(scale, dtype) for seed, (size, scale, dtype) in enumerate(kinds)
+        harness.normal(seed, size, dtype) * jnp.asarray(scale, dtype)
+        for seed, (size, scale, dtype) in enumerate(kinds_of(shape))
     )
 
 
@@ -145,71 +157,99 @@ def around(compiled: Any, inputs: Arrays) -> dict[str, Any]:
     return {"around": other / total, "kernels": [[name[:60], round(us, 1)] for name, us in longest]}
 
 
+def start_compiling_layer(pool: Executor, sides: list[str], shape: MoeShape, passes: list[str]) -> Programs:
+    """All sides' passes, what makes and compares their operands, and the reference, of forward and backward."""
+    kinds = kinds_of(shape)
+    given = [jax.ShapeDtypeStruct(size, dtype) for size, _, dtype in kinds]
+    args = (jax.ShapeDtypeStruct((shape.T, shape.E), jnp.float32), *given)
+    results = {"fwd": tuple(given[1:2]), "fwd+bwd": (given[1], *given[1:])}
+
+    def start(side: str, pass_name: str, **options) -> "Future[harness.Compiled]":
+        trace = lambda: harness.tracing(jax.jit(program(side, shape, pass_name)), *args, **options)()
+        return harness.start_compiling(pool, trace)
+
+    for size, _, dtype in kinds:
+        harness.start_compiling(pool, harness.tracing(harness.normal, 0, size, dtype))
+    for name in passes:
+        harness.start_compiling(pool, harness.tracing(errors, results[name], results[name]))
+    found = {(side, shape.name, name): start(side, name) for side, name in itertools.product(sides, passes)}
+    # XLA tries no algorithms out for its products: it need not be fast.
+    return found | {(REFERENCE, shape.name, ""): start("xla", "fwd+bwd", xla_gpu_autotune_level=0)}
+
+
+def compile_all(run: harness.Run, chosen: list[MoeShape]) -> Programs:
+    with ThreadPoolExecutor(12) as pool:
+        each = [start_compiling_layer(pool, [OURS, *run.peers], shape, run.options["passes"]) for shape in chosen]
+    run.done("compiling")
+    return {key: program for programs in each for key, program in programs.items()}
+
+
 def ready_side(
-    side: str, shape: MoeShape, pass_name: str, dist: str, programs: dict[str, Any], inputs: Arrays, want: Arrays
+    side: str, shape: MoeShape, pass_name: str, dist: str, programs: Programs, inputs: Arrays, want: Results
 ) -> harness.Ready:
-    """programs: (compiled, seconds) of each side, kept for the next distribution."""
-    if side == "ragged_dot" and dist != DISTS[0]:
+    if side == "ragged_dot" and dist != "router":
         raise ValueError("on a GPU its time does not depend on the groups' sizes, and it is the slowest by far")
-    if side not in programs:
-        programs[side] = harness.compile_fits(program(side, shape, pass_name), *inputs)
+    compiled, wanted = programs[side, shape.name, pass_name].result(), want()
+    temp_bytes = None
+    if (memory := compiled.result.memory_analysis()) is not None:
+        temp_bytes = memory.temp_size_in_bytes
+        harness.demand_room(temp_bytes + memory.output_size_in_bytes, "temporaries and results")
 
     def check(results: Arrays) -> float:
-        max_err, rms_err = (float(error) for error in errors(results, want))
+        max_err, rms_err = (float(error) for error in errors(results, wanted))
         if not rms_err <= (FP8_LIMIT if side in FP8 else LIMIT):
             raise ArithmeticError(f"wrong result: RMS error {rms_err:.2e} of the RMS")
         return max_err
 
-    ready = harness.checked(side, programs[side], inputs, check)
-    memory = programs[side][0].memory_analysis()
-    ready.facts["temp_bytes"] = memory.temp_size_in_bytes if memory is not None else None
+    ready = harness.checked(side, compiled, inputs, check, temp_bytes=temp_bytes)
     if side in FP8:
         ready.facts["recipe"] = FP8[side]
     if side in (OURS, UNFUSED, *FP8):
-        ready.facts |= around(programs[side][0], inputs)
+        ready.facts |= around(compiled.result, inputs)
     return ready
 
 
 class Inputs:
-    """One shape's operands, and the programs of the last pass, compiled once for all distributions."""
+    """One shape's operands, and the TFLOP/s that were reached with even groups, by pass and side."""
 
     def __init__(self, shape: MoeShape):
         self.arrays = make_inputs(shape)
-        self.pass_name, self.programs = "", dict[str, Any]()
-
-    def programs_of(self, pass_name: str) -> dict[str, Any]:
-        if pass_name != self.pass_name:
-            self.pass_name, self.programs = pass_name, {}
-        return self.programs
+        self.balanced: dict[tuple[str, str], float] = {}
 
 
 def measure(run: harness.Run, shape: MoeShape, given: Inputs, pass_name: str, dist: str) -> None:
     inputs = (jnp.asarray(shapes_moe.preferences(dist, shape)), *given.arrays)
-    programs = given.programs_of(pass_name)
-    if "reference" not in programs:
-        programs["reference"] = harness.compile_fits(program("xla", shape, pass_name), *inputs)
-    want = programs["reference"][0](*inputs)
+    # Called by the sides: a reference that does not fit leaves them out, and does not end the run.
+    reference = lambda: run.programs[REFERENCE, shape.name, ""].result().result(*inputs)
+    want = functools.cache(lambda: reference()[: 1 if pass_name == "fwd" else None])
     row = harness.case_of("moe", pass_name, shape, DTYPE, dist)
     label = harness.label_of(row)
-    sides, times = run.time(OURS, label, run.sides(OURS, ready_side, shape, pass_name, dist, programs, inputs, want))
+    makers = run.sides(OURS, ready_side, shape, pass_name, dist, run.programs, inputs, want)
+    sides, times = run.time(OURS, label, makers)
     for name, t in times.items():
         beside = {peer: other for peer, other in times.items() if peer not in FP8}
         vs = harness.ratios(name, beside, OURS)
         if name in FP8 and OURS in times:
             vs = {"jaxops_bf16": times[OURS].us_p50 / t.us_p50}
-        run.write_side(row, name, sides[name], t, vs, "tflops", shape.flops(pass_name))
         tflops = shape.flops(pass_name) / t.us_p50 / 1e6
-        print(f"{label:40} {name:28}{t.us_p50:10.1f} us {tflops:6.0f} TFLOP/s {vs}", flush=True)
+        if dist == "balanced":
+            given.balanced[pass_name, name] = tflops
+        even = given.balanced.get((pass_name, name))
+        more = {} if even is None else {"of_balanced": tflops / even}
+        run.write_side(row, name, sides[name], t, vs, "tflops", shape.flops(pass_name), **more)
+        print(f"{label:40} {name:28}{t.us_p50:10.1f} us {tflops:6.0f} TFLOP/s {vs} {more}", flush=True)
 
 
 main = command(
     Benchmark(
         name="moe",
         shapes=shapes_moe.MOES,
+        sets={"models": models.MODEL_LAYERS},
+        compiled=compile_all,
         smoke=SMOKE,
         inputs=Inputs,
         options={"passes": PASSES, "dists": DISTS},
-        known={"dists": (DISTS[0], *shapes.DISTS)},
+        known={"dists": shapes.DISTS},
         measure=measure,
         peers=",".join((UNFUSED, *FP8, "tokamax_triton", "ragged_dot")),
         ceilings={"dtype": DTYPE},

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-DISTS = ("balanced", "skewed", "one_group", "half", "zipf", "huge")
+DISTS = ("balanced", "skewed", "one_group", "half", "zipf", "huge", "router")
 PASSES = ("fwd", "dgrad", "wgrad")
 SAMPLED_ROWS = 64
 _SEED = 0
@@ -154,7 +154,7 @@ def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
     balanced: M / G each, the remainder spread over the first groups. skewed: Zipf with exponent 1 in shuffled order,
     max(1, G // 16) groups empty, sizes not rounded to tiles. one_group: all rows in the middle group. half: half of the
     rows in one group, a third of the groups empty, the rest even. zipf: Zipf with exponent 1.2 in shuffled order. huge:
-    a row in each group, and all others in one of them.
+    a row in each group, and all others in one of them. router: multinomial, each group equally probable for each row.
     """
     if dist == "balanced":
         return _even(M, G)
@@ -162,6 +162,8 @@ def group_sizes(dist: str, G: int, M: int) -> np.ndarray:
         sizes = np.zeros(G, np.int32)
         sizes[G // 2] = M
         return sizes
+    if dist == "router":
+        return np.random.default_rng(_SEED).multinomial(M, np.full(G, 1 / G)).astype(np.int32)
     if dist == "skewed":
         full = max(1, G - max(1, G // 16))
         sizes = in_proportion(1.0 / np.arange(1, full + 1), M)
@@ -197,9 +199,9 @@ def random_shapes(name: str, count: int, seed: int) -> list[GroupedShape]:
     return found
 
 
-def held_out() -> list[tuple[GroupedShape, str]]:
+def held_out() -> list[tuple[GroupedShape, tuple[str]]]:
     """Twenty random shapes that no plan was tuned for or looked at with, each with a distribution of its groups."""
-    dists = 5 * ("balanced", "skewed") + 5 * ("huge", "zipf")
+    dists = 5 * (("balanced",), ("skewed",)) + 5 * (("huge",), ("zipf",))
     return list(zip(random_shapes("held_out", len(dists), 27), dists, strict=True))
 
 

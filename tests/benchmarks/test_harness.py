@@ -33,6 +33,29 @@ def test_interleave_alternates_in_changing_order():
     assert times["a"].us_p20 <= times["a"].us_p50 <= times["a"].us_p80
 
 
+@pytest.mark.parametrize(
+    ("calls", "work_us", "want"), [(30, 10_000, 10), (30, 1000, 3), (2, 1000, 2), (30, 30_000, 30)]
+)
+def test_less_work_a_round_is_fewer_calls(calls, work_us, want):
+    made = []
+    variant = harness.Variant("a", lambda n: made.append(n) or [1.0] * n, calls)
+    harness.interleave([variant], rounds=2, work_us=work_us)
+    assert made == [want, want]
+
+
+@pytest.mark.parametrize(("peers_us", "again"), [(96.0, True), (98.0, False)])
+def test_a_case_that_misses_is_timed_once_more(tmp_path, peers_us, again):
+    """The second times count, of both sides."""
+    us = {"own": [100.0, 90.0], "peer": [peers_us, 99.0]}
+    run = harness.Run(file=tmp_path / "rows.jsonl", rounds=1, ceiling=None, peers=[], again_below={"peer": 0.97})
+    sides = {name: harness.Variant(name, lambda n, name=name: [us[name].pop(0)], 1) for name in us}
+    makers = {name: lambda side=side: harness.Ready(side, None, {}) for name, side in sides.items()}
+    run.measure("own", CASE, makers, "tflops", 1e9)
+    rows = rows_of(run.file)
+    assert [row["us_p50"] for row in rows] == ([90, 99] if again else [100, 98])
+    assert [row.get("again") for row in rows] == [again or None] * 2
+
+
 def test_a_variant_that_raises_is_left_out_with_its_reason(capsys):
     def fails(n):
         raise NotImplementedError("no such kernel")
@@ -81,7 +104,7 @@ def test_rates_and_their_part_of_the_ceiling(tmp_path, rate, work):
 def test_what_the_machine_reaches(tmp_path, monkeypatch):
     """A copy reads and writes: 4 GiB in 1 ms for 2 GiB. The better of the dense products counts."""
     times = {"copy": at(1000.0), machine.SQUARE: at(100.0), machine.WIDE: at(800.0)}
-    monkeypatch.setattr(harness, "interleave", lambda variants, rounds: {v.name: times[v.name] for v in variants})
+    monkeypatch.setattr(harness, "interleave", lambda variants, *_: {v.name: times[v.name] for v in variants})
     alone = machine.measure_ceilings(tmp_path / "copy.jsonl", smoke=True)
     assert alone.copy_gbps == pytest.approx(2 * (1 << 20) / 1e-3 / 1e9)
     assert np.isnan(alone.dense_tflops)
@@ -111,4 +134,4 @@ def test_report(tmp_path):
     line = "| tiny | balanced | bfloat16 | pallas | 10.0 (9.0 to 11.0) | 100 TFLOP/s | 50 % | 5.00 | 0.80 |"
     assert line in output
     assert "99.0" not in output
-    assert "| grouped_matmul | fwd | torch_grouped_mm | 0.80 | tiny balanced | 1.00 | 2 |" in output
+    assert "| grouped_matmul | fwd | torch_grouped_mm | 0.800 | tiny balanced | 1.000 | 2 | 1, 1, 1, 1 |" in output

@@ -7,6 +7,7 @@ from benchmarks import shapes
 from benchmarks.ops import bench_router, fp8_products
 from benchmarks.ops.bench_unseen_shapes import unseen
 from benchmarks.ops.quantized_bytes import moved_bytes, reads_needed
+from benchmarks.shapes import models as shapes_models
 from benchmarks.shapes import moe as shapes_moe
 from benchmarks.shapes.modality import MODALITIES
 from jaxops.ops.fp8_matmul import RECIPES
@@ -83,8 +84,53 @@ def test_held_out_shapes():
     assert found == shapes.held_out()
     others = [tuple(shape.dims.values()) for shape in (*shapes.GROUPED.values(), *unseen(40))]
     assert not {tuple(shape.dims.values()) for shape, _ in found} & set(others)
-    dists = [dist for _, dist in found]
+    dists = [dist for _, (dist,) in found]
     assert {dist: dists.count(dist) for dist in dists} == {"balanced": 5, "skewed": 5, "huge": 5, "zipf": 5}
+
+
+def test_sampled_products_of_models():
+    """Each model at each number of tokens; slices and directions as often as each other."""
+    found, every = shapes_models.models(), shapes_models.all_models()
+    assert found == shapes_models.models()
+    assert len(found) == len(set(found) & set(every)) == 60
+    assert len(every) == 470
+    kinds = [shape.name.rsplit("_", 3) for shape in found]  # model, tokens, slice, direction
+    assert {(model, T) for model, T, *_ in kinds} == {
+        (m, f"t{T}") for m in shapes_models.LAYERS for T in (4096, 16384, 65536)
+    }
+    for place, names in ((2, shapes_models.SLICES), (3, shapes_models.DIRECTIONS)):
+        counts = [sum(kind[place] == name for kind in kinds) for name in names]
+        assert max(counts) - min(counts) <= 5
+    few = shapes_models.models(12, seed=7)
+    assert len({tuple(shape.name.rsplit("_", 3)[:2]) for shape in few}) == 12
+    assert few != shapes_models.models(12, seed=8)
+
+
+def test_products_of_a_model():
+    """qwen15_moe_a27b: 60 experts, 4 a token, D 2048, F 1408. What does not fit: see `products`."""
+    found = {
+        shape.name.split("_t4096_")[1]: tuple(shape.dims.values())
+        for shape in shapes_models.products("qwen15_moe_a27b", 4096)
+    }
+    assert found == {
+        "whole_up": (60, 16384, 2048, 1408),
+        "whole_down": (60, 16384, 1408, 2048),
+        "e4_up": (15, 4096, 2048, 1408),
+        "e4_down": (15, 4096, 1408, 2048),
+        "f2_up": (60, 16384, 2048, 704),
+        "f2_down": (60, 16384, 704, 2048),
+        "f4_up": (60, 16384, 2048, 352),
+        "f4_down": (60, 16384, 352, 2048),
+    }
+    left = {shape.name.split("_")[-2] for shape in shapes_models.products("dbrx", 65536)}
+    assert left == {"e4", "f4"}
+
+
+def test_a_router_s_groups():
+    """Their sizes vary as those of independent draws do."""
+    sizes = shapes.group_sizes("router", 128, 1 << 17)
+    assert 0.8 < sizes.std() / np.sqrt(1024) < 1.2
+    assert abs(int(sizes.max()) - 1024) < 5 * 32
 
 
 @pytest.mark.parametrize("shape", shapes.GROUPED.values(), ids=lambda shape: shape.name)

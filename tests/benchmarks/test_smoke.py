@@ -25,6 +25,7 @@ from benchmarks.ops import (
 )
 from benchmarks.ops.quantized_bytes import moved_bytes
 from benchmarks.peers.jax_passes import jaxops_passes
+from benchmarks.shapes import models as shapes_models
 from tests.benchmarks.conftest import rows_of
 from tests.command_line import run
 
@@ -75,8 +76,7 @@ SMOKES = {
         },
         "tflops",
         product_flops,
-        # --held-out compiles ahead.
-        "--passes fwd,wgrad --dists balanced,skewed --peers ragged_dot,torch_grouped_mm,cublas --held-out",
+        "--passes fwd,wgrad --dists balanced,skewed --peers ragged_dot,torch_grouped_mm,cublas",
         (
             TORCH_LEFT_OUT.format("grouped_matmul", "fwd", "RuntimeError: strides"),
             TORCH_LEFT_OUT.format("grouped_matmul", "wgrad", "torch's process ended with 3"),
@@ -229,6 +229,61 @@ def test_shares_of_the_ceiling(name, tmp_path, monkeypatch):
         cast_us = bench_fp8_matmul.fp8_products.cast_bytes(bench_fp8_matmul.RECIPES["blockwise"], "fwd", M, K, N) / 2e3
         assert own["floor_us"] == pytest.approx(own["gemm_us"] + cast_us, rel=1e-2)
         assert own["of_floor"] == pytest.approx(own["floor_us"] / us, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("names", "dists", "count", "first", "own"),
+    [
+        ("dsv3,qwen3_30b", (), 2, "dsv3", ("balanced", "skewed", "one_group")),
+        ("held_out", (), 20, "held_out_00", ("balanced",)),
+        ("models", (), 60, shapes_models.models()[0].name, ("balanced", "router", "zipf", "huge")),
+        ("all_models", ("half",), 470, "mixtral_8x7b_t4096_whole_up", ("half",)),
+    ],
+)
+def test_shapes_and_their_distributions(names, dists, count, first, own):
+    cases = bench_grouped_matmul.cases_of(names, dists)
+    assert (len(cases), cases[0][0].name, cases[0][1]) == (count, first, own)
+
+
+def test_a_part_of_the_models_shapes(tmp_path, monkeypatch, torch_answers):
+    """The second of three shapes, with all four routings; every case counts as a miss."""
+    torch_answers()
+    monkeypatch.setattr(shapes_models, "LAYERS", {"tiny": (4, 2, 64, 128)})
+    monkeypatch.setattr(shapes_models, "TOKENS", (16, 32, 48))
+    monkeypatch.setattr(bench_grouped_matmul, "AGAIN_BELOW", {bench_grouped_matmul.TORCH: 1e9})
+    monkeypatch.setattr(bench_grouped_matmul, "measure_ceilings", lambda *_, **__: Ceilings(2.0, 0.2))
+    options = ["--shapes", "models", "--first", "1", "--count", "1", "--passes", "fwd", "--work-us", "1000"]
+    options += ["--peers", "torch_grouped_mm", "--rounds", "1", "--out", str(tmp_path)]
+    result = run(bench_grouped_matmul.main, *options)
+    assert result.exit_code == 0, result.output
+    rows = rows_of(tmp_path / "grouped_matmul.jsonl")
+    assert {row["name"] for row in rows} == {shapes_models.models()[1].name}
+    both = [(dist, side) for dist in shapes_models.DISTS for side in ("pallas", "torch_grouped_mm")]
+    assert [(row["dist"], row["backend"], row["again"]) for row in rows] == [(*each, True) for each in both]
+
+
+def test_layers_of_models(tmp_path, monkeypatch):
+    """A set by its name, one of its layers by its own; the rate with a router's groups over that with even ones."""
+    layers = shapes_models.MODEL_LAYERS
+    assert len(layers) == 22
+    assert layers["granite_3b_a800m_t4096"].dims == {"T": 4096, "E": 40, "k": 8, "D": 1536, "F": 512}
+    for name in list(layers)[2:]:
+        monkeypatch.delitem(layers, name)
+    for name in layers:
+        monkeypatch.setitem(layers, name, dataclasses.replace(bench_moe.SMOKE, name=name))
+    machine = importlib.import_module("benchmarks.harness.machine")
+    monkeypatch.setattr(machine, "measure_ceilings", lambda *_, **__: None)
+    for names, measured in (("models", 2), ("mixtral_8x7b_t16384", 1)):
+        out = tmp_path / names
+        options = ["--passes", "fwd", "--dists", "balanced,router", "--peers", "", "--rounds", "1"]
+        result = run(bench_moe.main, "--shapes", names, "--out", str(out), *options)
+        assert result.exit_code == 0, result.output
+        rows = rows_of(out / "moe.jsonl")
+        assert [row["dist"] for row in rows] == ["balanced", "router"] * measured
+        for even, routed in zip(rows[::2], rows[1::2], strict=True):
+            assert even["name"] == routed["name"] in layers
+            assert even["of_balanced"] == 1
+            assert routed["of_balanced"] == pytest.approx(even["us_p50"] / routed["us_p50"], rel=1e-2)
 
 
 def wrong_grouped(backend):

@@ -30,7 +30,7 @@ from jaxops.ops import permute as permuting
 from jaxops.ops import quantize as quantizing
 from jaxops.ops import route as routes
 from jaxops.ops.grouped_matmul import Plan, Tiles
-from jaxops.ops.grouped_matmul.plan import CLUSTER_TILE, HOPPER_TILES
+from jaxops.ops.grouped_matmul.plan import HOPPER_TILES
 from jaxops.ops.moe_mlp.unit_fp8 import unit_bwd_cast, unit_cast
 from jaxops.tuning import current_device
 from tests.ops.modality_grouped_matmul.cases import plans as plans_from
@@ -41,11 +41,10 @@ from tests.parallel.sanitized import collective_products
 
 # Stored whole, and in halves.
 HOPPER = tuple(
-    Tiles(bm, bn, 64, 8, stages, kernel="triton", ping_pong=ping_pong, dynamic=ping_pong)
+    Tiles(bm, bn, 64, 8, stages, kernel="triton", ping_pong=ping_pong)
     for bm, bn, ping_pong in HOPPER_TILES
-    for stages in (3, 6 if bm == bn else 4)
+    for stages in (3, 6 if bm * bn == 128 * 128 else 4)
 )
-CLUSTERS = tuple(Tiles(*CLUSTER_TILE[:2], 64, 8, stages, kernel="triton", dynamic=stages == 4) for stages in (3, 4))
 TILES = [
     Tiles(64, 64, 32, tail=16),
     Tiles(128, 128, 64, stages=2, peel=True),
@@ -66,7 +65,7 @@ def grouped_matmul() -> None:
     lhs, rhs, bias, dout, acc = (
         jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, K), (3, K, N), (3, N), (M, N), (3, K, N))
     )
-    hopper = (*HOPPER, *CLUSTERS) if current_device().is_hopper else ()
+    hopper = HOPPER if current_device().is_hopper else ()
     for tiles in (*TILES, *hopper):
         wgrad = dataclasses.replace(tiles, split=5 if tiles.kernel == "triton" and tiles.stages == 3 else 1)
         plan = Plan(tiles.kernel, tiles, tiles, wgrad)
@@ -205,7 +204,7 @@ def moe_mlp() -> None:
     x, w_gate, w_up, w_down, dout = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in (*EXPERTS, (M, K)))
     plans = [experts.Plan("pallas"), *(experts.Plan(unit=units.Plan(fused=tiles)) for tiles in FEW_ROWS)]
     if current_device().is_hopper:
-        orders = (experts.TileOrder(4), experts.TileOrder(1, dynamic=True))
+        orders = (experts.TileOrder(4), experts.TileOrder(1))
         plans += [experts.Plan("triton", fused=order) for order in orders]
     for plan, save in itertools.product(plans, ("preactivations", "nothing")):
 

@@ -127,15 +127,14 @@ def gradient(lhs, dout, offsets) -> np.ndarray:
 
 _HOPPER = functools.partial(Tiles, kernel="triton")
 TILES = {
-    "128x128": _HOPPER(128, 128, 64, 8, 6, 3),
-    "ping-pong": _HOPPER(128, 128, 64, 8, 5, 3, ping_pong=True, dynamic=True),
+    "ping-pong": _HOPPER(128, 128, 64, 8, 5, 3, ping_pong=True),
     "ping-pong-halves": _HOPPER(128, 128, 64, 8, 6, 2, ping_pong=True),
-    "256x128": _HOPPER(256, 128, 64, 8, 3, 2, dynamic=True),
+    "256x128": _HOPPER(256, 128, 64, 8, 3, 2),
     "256x128-halves": _HOPPER(256, 128, 64, 8, 4, 3),
     "128x256": _HOPPER(128, 256, 64, 8, 3, 2),
-    "128x256-halves": _HOPPER(128, 256, 64, 8, 4, 2, dynamic=True),
+    "128x256-halves": _HOPPER(128, 256, 64, 8, 4, 2),
     "cluster": _HOPPER(256, 256, 64, 8, 3, 2),
-    "cluster-halves": _HOPPER(256, 256, 64, 8, 4, 1, dynamic=True),
+    "cluster-halves": _HOPPER(256, 256, 64, 8, 4, 1),
 }
 
 
@@ -168,7 +167,7 @@ def _three_passes(name: str, rng) -> Problem:
 @kind("grouped_wgrad", *sorted(TILES.keys() - {"ping-pong", "128x256-halves"}))
 def _split_and_added(name: str, rng) -> Problem:
     """Sums that are cut into parts, and added to what the result holds; a group without rows stays as it is."""
-    N = 264 if TILES[name].dynamic else 272
+    N = 264 if TILES[name].bm == 256 else 272
     # As many parts as there may be, of one group or of two; or of most rows.
     offsets = [0, 0, 1_024, 1_024, 1_024, 1_024] if "halves" in name else [0, 0, 512, 512, 1_024, 1_024]
     if name == "256x128":
@@ -294,7 +293,7 @@ def _unit(name: str, rng) -> Problem:
         from jaxops.ops.grouped_glu.fwd_triton import fwd_triton
 
         given = (indices.astype(jnp.int32),) if gathered else ()
-        how = {"activation": activation, "save": save, "panel": 2, "dynamic": stages == 4, "stages": stages}
+        how = {"activation": activation, "save": save, "panel": 2, "stages": stages}
         return fwd_triton(x, (gate, up), offsets, *given, **how, cores=current_device().cores)
 
     def want():
@@ -312,12 +311,11 @@ def _unit_backward(activation: str, rng) -> Problem:
     gate, up = (np.where(inside_of(offsets, R)[:, None], whole(rng, R, F, most=2) / 2, 0) for _ in range(2))
     gate[7, 3] = np.nan
     w, weights = whole(rng, G, F, D, most=2) / 4, (1 + whole(rng, R, dtype=np.float32)) / 4
-    dynamic = activation in ("relu", "silu")
 
     def run(dy, w, gate, up, weights, offsets):
         from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
 
-        how = {"activation": activation, "panel": 2, "dynamic": dynamic, "cores": current_device().cores}
+        how = {"activation": activation, "panel": 2, "cores": current_device().cores}
         dgate, dup, h, dots = bwd_triton(dy, w, gate, up, weights, offsets, **how)
         return dgate, dup, h, jnp.sum(dots, axis=0)
 

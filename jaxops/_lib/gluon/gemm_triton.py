@@ -37,7 +37,7 @@ from jaxops._lib.gluon.tile_scheduler_triton import (
     RING,
     ROWS,
     finish_fetch_add,
-    next_in_order,
+    first_tile,
     read_tile,
     share_number,
     start_fetch_add,
@@ -233,25 +233,23 @@ def load_pair(pipe, a_descs, b_descs, s, pair, matrix, row, end, at, left, col, 
 
 
 @gluon.jit
-def ask_for_tile(t, tiles, counter, DYNAMIC: gl.constexpr, GATHERED: gl.constexpr):
-    """The program's tile after t; if `receive_tile` is to be called, only asked for."""
-    if not DYNAMIC:
-        return next_in_order(t, tiles)
-    elif GATHERED:  # several warps: one asks and passes the number on  # noqa: RET505
+def ask_for_tile(counter, GATHERED: gl.constexpr):
+    """The program's next tile, which `receive_tile` receives."""
+    if GATHERED:  # several warps: one asks and passes the number on
         return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-    else:  # asked for before a tile's loads, needed after them
+    else:  # asked for before a tile's loads, needed after them  # noqa: RET505
         return start_fetch_add(counter)
 
 
 @gluon.jit
-def receive_tile(following, t, slots, turn, DYNAMIC: gl.constexpr, GATHERED: gl.constexpr):
+def receive_tile(following, t, slots, turn, GATHERED: gl.constexpr):
     """What `ask_for_tile` asked for, and the next turn among a cluster's slots.
 
     A cluster's first program passes each number to the other one, also where both know it: through tiles without steps,
     for which the first one loads nothing, the other one could otherwise run so far ahead that its arrivals at `shared`
     complete two phases, and the first one misses one.
     """
-    if DYNAMIC and not GATHERED:
+    if not GATHERED:
         following = gl.num_programs(0) + finish_fetch_add(following)
     if gl.num_ctas() > 1:
         following = share_number(slots + RING * gl.program_id(0) + turn, following, t)
@@ -262,14 +260,16 @@ def receive_tile(following, t, slots, turn, DYNAMIC: gl.constexpr, GATHERED: gl.
 @gluon.jit
 def produce(
     pipe, a_descs, b_descs, gather, work, sizes, places, tiles, COUNT: gl.constexpr, LOCATE: gl.constexpr,
-    OPERANDS: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr, CUT: gl.constexpr,
+    OPERANDS: gl.constexpr, PANEL: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """Loads the operands of this program's tiles, step by step, until there are no more.
 
+    The next tile is the next one of all programs, by an atomic counter in the work list. So programs that share
+    operands stay together. With every num_programs-th tile, those that get shorter tiles run ahead, and what they load
+    has left L2 when the others need it (docs/notes/2026-11-28_one_rule.md).
+
     work: the work list and its entries; behind its columns are RING slots a cluster.
     COUNT, LOCATE: of the tile scheduler, as `count_tiles` and `locate`.
-    DYNAMIC: the next tile is the next one of all programs (an atomic counter in the work list), not every
-    num_programs-th.
     """
     KIND: gl.constexpr = pipe.KIND
     GATHERED: gl.constexpr = pipe.GATHERED
@@ -285,9 +285,9 @@ def produce(
     s = 0
     phase = 1
     turn = 0
-    t = next_in_order(gl.program_id(0) - gl.num_programs(0), tiles)
+    t = first_tile(tiles)
     while t < tiles:
-        following = ask_for_tile(t, tiles, schedule + 5 * entries, DYNAMIC, GATHERED)
+        following = ask_for_tile(schedule + 5 * entries, GATHERED)
         label, pair, matrix, row, end, col, first, size = LOCATE(
             t, work, num_i, (G, M, K, N), places, pipe.BM, COLS, PANEL, KIND, CUT
         )
@@ -322,7 +322,7 @@ def produce(
                 left = min(first + size - at, BK)
                 load_pair(pipe, a_descs, b_descs, s, pair, matrix, row, end, at, left, col, BESIDE)
             s, phase = advance(s, phase, pipe.STAGES)
-        t, turn = receive_tile(following, t, schedule + COLUMNS * entries, turn, DYNAMIC, GATHERED)
+        t, turn = receive_tile(following, t, schedule + COLUMNS * entries, turn, GATHERED)
     finish_tiles(pipe, s, phase)
 
 

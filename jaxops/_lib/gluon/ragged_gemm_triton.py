@@ -33,7 +33,7 @@ def _name(specialization) -> str:
 def ragged_gemm_kernel(
     a_descs, b_descs, gather, schedule, args, desc_0, desc_1, desc_2, desc_3, ptr_0, ptr_1, ptr_2, ptr_3,
     entries, sizes, places, widths, tiles, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    PANEL: gl.constexpr, SPLIT: gl.constexpr, DYNAMIC: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr,
+    PANEL: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr,
     OPERANDS: gl.constexpr, BUFFERS: gl.constexpr, CUT: gl.constexpr, COUNT: gl.constexpr, LOCATE: gl.constexpr,
     PIECE: gl.constexpr, LOADED: gl.constexpr, ACCUMULATE: gl.constexpr, KINDS: gl.constexpr, EPILOGUE: gl.constexpr,
     VARIANT: gl.constexpr,
@@ -57,7 +57,7 @@ def ragged_gemm_kernel(
         )),
         (produce, (
             pipe, a_descs, b_descs, gather, work, sizes, places, tiles, COUNT, LOCATE, OPERANDS, PANEL,
-            DYNAMIC, CUT,
+            CUT,
         )),
     ], [4, WARPS], [CONSUMER, PRODUCER])  # fmt: skip
     if gl.num_ctas() > 1:
@@ -83,12 +83,11 @@ class Gemm:
       epilogue: see epilogue_triton.py.
       bm, bn: rows and columns of a tile, as the two consumers multiply it.
       stages: of the pipeline.
-      panel: tile rows of a panel, see `swizzle`.
+      panel: tile rows of a panel, about: see `place_in_panel_of_group` and, of a contraction, `swizzle`.
       stored: rows and columns of a store.
       flops: see `jaxops._lib.planning.costs.Cost`.
       bytes_accessed: where each operand and each result once is not the least traffic: see `triton_call`.
       ping_pong: each consumer has a tile of its own, not half of one's rows.
-      dynamic: programs take tiles as they get free.
       contraction: the groups divide the rows that are summed over (a weight gradient), not A's and C's rows.
       transposed: B is [G, N, K].
       programs: 2: a cluster computes a tile, and shares B. Not with ping_pong or gathered rows.
@@ -112,7 +111,6 @@ class Gemm:
     flops: int
     bytes_accessed: int | None = None
     ping_pong: bool = False
-    dynamic: bool = False
     contraction: bool = False
     transposed: bool = False
     programs: int = 1
@@ -162,7 +160,7 @@ def gemm_of(name: str, epilogue, tiles, **named) -> Gemm:
     """That of grouped_matmul's `Tiles`."""
     return Gemm(
         name, epilogue, tiles.bm, tiles.bn, tiles.stages, tiles.panel, (tiles.part, tiles.stored),
-        programs=tiles.programs, ping_pong=tiles.ping_pong, dynamic=tiles.dynamic, **named,
+        programs=tiles.programs, ping_pong=tiles.ping_pong, **named,
     )  # fmt: skip
 
 
@@ -231,7 +229,7 @@ def ragged_gemm(
         count = tile_bound(M, G, gemm.bm) * -(-N // width)
     count = pairs.tiles if pairs else count
     grid = min(cores // gemm.programs, count)
-    exact = gemm.contraction and slots == 1  # else there may be fewer tiles: see `next_in_order`
+    exact = gemm.contraction and slots == 1  # else there may be fewer tiles: see `first_tile`
     if not exact and gemm.programs == 1 and 2 * count > cores:
         grid = cores
     zeros = RING.value * grid if gemm.programs > 1 else 0
@@ -250,10 +248,10 @@ def ragged_gemm(
     return triton_call(
         kernel=ragged_gemm_kernel, out_type=tuple(x.type for x in results), grid=grid,
         programs=gemm.programs, name=gemm.name, flops=gemm.flops, bytes_accessed=gemm.bytes_accessed,
-        a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule) if gemm.dynamic or zeros else schedule,
+        a_descs=a, b_descs=b, gather=gather, schedule=Scratch(schedule),
         args=values, **named, entries=entries, sizes=sizes, places=pairs.places if pairs else None,
         widths=pairs.widths if pairs else None, tiles=count, BM=gemm.bm, BN=gemm.bn, STAGES=gemm.stages,
-        PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2, DYNAMIC=gemm.dynamic,
+        PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2,
         KIND=(CONTRACTION if gemm.contraction else ROWS).value, TRANSPOSED=gemm.transposed, OPERANDS=gemm.operands,
         BUFFERS=gemm.buffers, CUT=slots > 1, COUNT=gemm.order[0], LOCATE=gemm.order[1],
         PIECE=gemm.piece or gemm.stored, LOADED=sum(x.contents == "loaded" for x in results),

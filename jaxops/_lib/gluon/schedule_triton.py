@@ -180,8 +180,8 @@ def schedule_rows(
     offsets: jax.Array, M: int, bm: int, spans: Spans = (), *, panel: int = 1, zeros: int = 0
 ) -> tuple[jax.Array, int]:
     """As `schedule_pallas.schedule_rows`, but for the fourth column: a tile's place in its panel times MOST_PANEL, plus
-    the panel's height. A group's tiles make panels of about `panel` tile rows, whose heights differ by at most
-    one... Returns the list and its entries; behind its columns are at least `zeros` zeros, to count in."""
+    the panel's height. A group's row tiles make panels of about `panel` of them, as equally high as they can be.
+    Returns the list and its entries; behind its columns are at least `zeros` zeros, to count in."""
     G = offsets.shape[0] - 1
     bound = tile_bound(M, G, bm)
     return _launch(

@@ -132,24 +132,17 @@ def read_tile(tiles, s):
 
 
 @gluon.jit
-def next_in_order(t, tiles):
-    """The tile after t of a program that takes every num_programs-th; `tiles` or more if there is none. Its first one
-    is that after program_id - num_programs.
-
-    The last wave may have fewer tiles than programs. The two multiprocessors of a TPC share their path to L2, and in a
-    full grid they run programs 2i and 2i + 1 (H100, 2026-11-27, waves.csv in profiles/). So no such pair gets two tiles
-    while another pair has none. A pair's two tiles are consecutive, since these often load the same operand.
-    """
+def first_tile(tiles):
+    """A program's first tile; `tiles` or more if there is none. Where there are fewer tiles than programs, no TPC gets
+    two of them while another one has none: its two multiprocessors share their path to L2, and in a full grid they run
+    programs 2i and 2i + 1 (H100, 2026-11-27, waves.csv in profiles/)."""
+    t = gl.program_id(0)
     programs = gl.num_programs(0)
-    whole = tiles // programs * programs
-    following = t + programs
-    if gl.num_ctas() == 1 and following >= whole:
-        pair = gl.program_id(0) // 2
-        twice = max(tiles - whole - gl.cdiv(programs, 2), 0)  # pairs with two tiles
-        following = tiles
-        if t < whole and (pair < twice or gl.program_id(0) % 2 == 0):
-            following = whole + gl.where(pair < twice, gl.program_id(0), twice + pair)
-    return following
+    if gl.num_ctas() == 1 and tiles < programs:
+        twice = max(tiles - gl.cdiv(programs, 2), 0)  # pairs with two tiles, which often load the same operand
+        alone = gl.where(t % 2 == 0, twice + t // 2, tiles)
+        t = gl.where(t // 2 < twice, t, alone)
+    return t
 
 
 @gluon.jit

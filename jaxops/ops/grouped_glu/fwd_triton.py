@@ -26,7 +26,7 @@ def grouped_glu(acc, operands, tile, ACTIVATION: gl.constexpr):
 
 def fwd_triton(
     x: jax.Array, weights: tuple[jax.Array, ...], offsets: jax.Array, indices: jax.Array | None = None, *,
-    activation: str, save: bool, panel: int, dynamic: bool, stages: int, cores: int,
+    activation: str, save: bool, panel: int, stages: int, cores: int,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """x[M, K], gate's and up's weights [G, K, F], offsets[G + 1] -> h [M, F], and with save the pre-activations, gate
     and up [M, F]. With indices [M], row m is x[indices[m]], and K is a multiple of 64. bfloat16 or float16, K and F
@@ -34,7 +34,7 @@ def fwd_triton(
     (T, K), (G, _, F) = x.shape, weights[0].shape
     M = T if indices is None else indices.shape[0]
     gemm = Gemm(
-        "grouped_glu_fwd", grouped_glu, BM, 2 * BF, stages, panel, (BM // 2, BF), dynamic=dynamic, operands="beside",
+        "grouped_glu_fwd", grouped_glu, BM, 2 * BF, stages, panel, (BM // 2, BF), operands="beside",
         buffers=5 - stages, piece=(BM // 2, 2 * BF), variant=activation, flops=2 * 2 * M * K * F,
     )  # fmt: skip
     h = Result(out_struct((M, F), x.dtype, like=x))

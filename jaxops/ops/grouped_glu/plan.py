@@ -13,6 +13,7 @@ from jaxops._lib.arrays.powers import covering, power_of_2
 from jaxops._lib.arrays.sums import parts_of_sums
 from jaxops._lib.planning.device import Device
 from jaxops._lib.planning.plans import BasePlan, Call, Planner, check_fields
+from jaxops._lib.ragged.work_list import MOST_PANEL
 from jaxops.ops import grouped_matmul
 
 PASSES = ("fwd", "bwd")
@@ -40,15 +41,14 @@ class TileOrder:
     """The order of the 128x128 tiles of a kernel that multiplies and activates.
 
     Attributes:
-      panel: tiles are visited in panels of this many tile rows, so that concurrent programs share operands in L2.
-      dynamic: programs take the next tile from a counter; otherwise every n-th tile, n programs.
+      panel: tiles are visited in panels of about this many tile rows of a group, so that concurrent programs share
+        operands in L2.
     """
 
-    panel: int = 4
-    dynamic: bool = False
+    panel: int = 8
 
     def __post_init__(self):
-        check_fields(self, "panel")
+        check_fields(self, "panel", most=MOST_PANEL // 2 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +57,10 @@ class FusedTiles(TileOrder):
 
     Attributes:
       stages: pipeline stages: 3, or 4, which leaves each consumer warp group one buffer to store from instead of two.
-        Where groups are long, the card's power is the bound; with long sums the fourth stage costs more than it hides
-        (docs/notes/2026-11-26_moe_layer.md).
+        With long sums the fourth stage can cost more than it hides (docs/notes/2026-11-26_moe_layer.md).
     """
 
-    stages: int = 3
+    stages: int = 4
 
     def __post_init__(self):
         super().__post_init__()
@@ -197,8 +196,7 @@ def _fused(call: Call[Problem, Plan], products: grouped_matmul.Plan) -> FusedTil
             )
         return plan.fused
     if triton:
-        short, deep = p.M < 1024 * p.G, p.K < 4096 and p.M < 2048 * p.G
-        return FusedTiles(4 if short else 8, dynamic=short or deep or call.device.shared, stages=4 if deep else 3)
+        return FusedTiles(stages=4 if p.K < 4096 else 3)
     apart = p.joined or p.recast or plan.fwd is not None or plan.products is not None
     if apart or products.fwd is None or not few_rows(p.M, p.G):
         return None

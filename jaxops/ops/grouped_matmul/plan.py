@@ -2,31 +2,18 @@
 
 import dataclasses
 import itertools
-import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from jaxops._lib.arrays.powers import power_of_2
-from jaxops._lib.planning.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gluon
+from jaxops._lib.planning.device import HOPPER_SHARED_BYTES, LINE_BYTES, Device, check_gluon, runs_gluon
 from jaxops._lib.planning.plans import BasePlan, Call, Planner, check_fields
-from jaxops._lib.ragged.work_list import MOST_PARTS
-from jaxops.ops.grouped_matmul.clocks import (
-    clocks,
-    has_thin_tile,
-    hopper_clocks,
-    sums_of,
-    takes_clusters,
-    unaligned,
-    whole_lines,
-    work,
-)
-from jaxops.ops.grouped_matmul.long_sums import choose_split, time_of_best_split
+from jaxops._lib.ragged.work_list import MOST_PANEL, MOST_PARTS, STEP_ROWS, least_rows_of_part
 
 PASSES = ("fwd", "dgrad", "wgrad")
 KERNELS = ("pallas", "triton")
-HOPPER_TILES = ((128, 256, False), (256, 128, False), (128, 128, True), (128, 128, False))  # bm, bn, ping_pong
-CLUSTER_TILE = (256, 256, False)  # of two programs, each of which computes 128x256
+HOPPER_TILES = ((128, 256, False), (256, 128, False), (128, 128, True), (256, 256, False))  # bm, bn, ping_pong
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,17 +23,14 @@ class Tiles:
     Attributes:
       kernel: "pallas", or "triton": a persistent kernel for Hopper, one program a multiprocessor.
       bm, bn: rows and columns of an output tile. Powers of two, at least 16; "triton": see `HOPPER_TILES`; 256x256 is
-        computed by a cluster of two programs, which load rhs (wgrad: dout) once.
+        computed by a cluster of two programs, each of which has 128 rows. They load rhs (wgrad: dout) once.
       bk: step along the contracted dimension. A power of two, at least 16; "triton": 64.
       warps: warps a program (1, 2, 4, 8 or 16); "triton": 8 consumer warps.
       stages: pipeline stages; each holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that concurrent programs share operands in
-        L2.
+        L2; "triton": of about so many, and fewer than MOST_PANEL / 2, each panel within a group.
       ping_pong: "triton" only: each of the two consumer warp groups computes whole tiles, and one stores while the
         other multiplies; otherwise they are cooperative: each computes half of a tile's rows.
-      dynamic: "triton" only: programs take the next tile from a counter; otherwise every n-th tile, n programs.
-        Balances wgrad, whose sums are as long as groups (qwen3_30b, Zipf: 474 instead of 398 TFLOP/s), and passes
-        bound by memory; costs 3 to 9 % elsewhere, since programs that share operands drift apart. H200, 2026-11-21.
       peel: "pallas" wgrad only: whole steps run in a loop without row masks; the remaining rows run behind a branch,
         outside the pipeline. H200, 2026-11-21: 735 instead of 653 TFLOP/s at mixtral_up; 378 instead of 394 at
         qwen3_30b with skewed groups.
@@ -56,8 +40,8 @@ class Tiles:
       split: "triton" wgrad: a group of all M rows is summed in at most this many parts (at most 63), each by its own
         program. A part has whole steps of 64 rows and at least ceil(M / split) rows, so there may be fewer parts, and
         a group of less than two parts' rows is not split. All parts take up to split * K * N float32 (K and N rounded
-        up to tiles). If plan.wgrad is not given, `long_sums.choose_split` decides, for tuned tiles, too. In
-        `grouped_glu`'s kernel for few rows: parts of each sum, added by a second pass. 1 elsewhere.
+        up to tiles). If plan.wgrad is not given, `choose_split` decides, for tuned tiles, too. In `grouped_glu`'s
+        kernel for few rows: parts of each sum, added by a second pass. 1 elsewhere.
     """
 
     bm: int
@@ -70,23 +54,22 @@ class Tiles:
     tail: int = 0
     kernel: Literal["pallas", "triton"] = "pallas"
     ping_pong: bool = False
-    dynamic: bool = False
     split: int = 1
 
     def __post_init__(self):
         check_fields(self, "kernel", among=KERNELS)
         check_fields(self, "split", most=MOST_PARTS - 1)
         # The mainloop issues a step before it releases the stage of the previous one: two stages at least.
-        known = (*HOPPER_TILES, CLUSTER_TILE)
         fixed = (self.bk, self.warps, self.tail) == (64, 8, 0) and self.stages > 1
-        if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.ping_pong) in known):
-            sizes = ", ".join(f"{bm}x{bn}{' ping-pong' if ping_pong else ''}" for bm, bn, ping_pong in known)
+        if self.kernel == "triton" and not (fixed and (self.bm, self.bn, self.ping_pong) in HOPPER_TILES):
+            sizes = ", ".join(f"{bm}x{bn}{' ping-pong' if ping_pong else ''}" for bm, bn, ping_pong in HOPPER_TILES)
             raise ValueError(
                 f"{self}: the triton kernel has tiles of {sizes}, with bk=64, warps=8, tail=0 and at least 2 stages."
             )
         check_fields(self, "bm", "bn", "bk", power_of_2=True, least=16)
         check_fields(self, "warps", power_of_2=True, most=16)
-        check_fields(self, "stages", "panel")
+        check_fields(self, "stages")
+        check_fields(self, "panel", most=MOST_PANEL // 2 - 1 if self.kernel == "triton" else None)
         if self.tail:
             check_fields(self, "tail", power_of_2=True, least=16, most=self.bm // 2)
 
@@ -97,7 +80,7 @@ class Tiles:
     @property
     def programs(self) -> int:
         """Programs of "triton" that compute a tile, as a cluster."""
-        return 2 if self.kernel == "triton" and (self.bm, self.bn) == CLUSTER_TILE[:2] else 1
+        return 2 if self.kernel == "triton" and (self.bm, self.bn) == (256, 256) else 1
 
     @property
     def part(self) -> int:
@@ -174,8 +157,13 @@ def _key(pass_name: str, *, G: int, M: int, K: int, N: int, dtype: str, transpos
     """Sizes count up to the next power of two: a new length needs no tuning. Rows of whole cache lines are apart."""
     if transpose_rhs:
         pass_name, K, N = _TRANSPOSED[pass_name], N, K
-    lines = "whole lines" if whole_lines(K, N) else "partial lines"
+    lines = "whole lines" if _whole_lines(K, N) else "partial lines"
     return pass_name, dtype, lines, *(power_of_2(size) for size in (G, M, K, N))
+
+
+def _whole_lines(*widths: int) -> bool:
+    """Whether rows of so many 16-bit numbers are whole cache lines."""
+    return all(2 * width % LINE_BYTES == 0 for width in widths)
 
 
 def runs_triton(problem: Problem, device: Device) -> bool:
@@ -202,34 +190,23 @@ def check_triton(problem: Problem, device: Device) -> None:
 
 
 # Rows of a mean group. Fewer, as of decoding, are faster with the Pallas kernel, whose tiles can be lower. From 8 to 32
-# rows the Triton kernel takes 0.91 to 1.01 times as long (few_* in profiles/tiles.csv, H100, 2026-11-26); but see
-# `has_thin_tile`.
+# rows the Triton kernel takes 0.91 to 1.01 times as long (few_* in profiles/tiles.csv, H100, 2026-11-26).
 _LEAST_ROWS = 8
 LEAST_ROWS_OF_UNIT = 32  # likewise of products fused with an activation; fewer have not been measured
-
-_SHORT = 32  # rows of a mean group up to which an H100's wgrad takes the Pallas kernel, with tiles of 64 rows
-_DYNAMIC_ROWS = 192  # of a mean group: with fewer, reading the weights takes longer than the products
-
-
-def _writes_slowly(device: Device) -> bool:
-    """Whether it is a Hopper GPU whose memory is slower than an H200's, so that stores bound wgrad of more shapes."""
-    return device.is_hopper and (device.memory_gbps or math.inf) < 4000
+_SHORT, _SLOW_GBPS = 32, 4000
 
 
 def takes_triton(pass_name: str, problem: Problem, device: Device, least_rows: int = _LEAST_ROWS) -> bool:
-    """Whether "auto" takes the Triton kernel for a pass: where it can, except for groups of fewer rows.
+    """Whether "auto" takes the Triton kernel for a pass: where it can, except for groups of few rows.
 
     By the shape, not by which tuned row is faster: rows of the two kernels may come from cards of different
-    temperature. wgrad of few rows is bound by its stores. Up to 16 rows a group, the Pallas kernel takes 0.90 to 0.99
-    times as long where rows of the result are no multiple of a sector (H100 and H200). Where they are, it takes 1.08
-    times as long on an H200; on an H100, whose memory is slower, 0.93 to 0.96 times, up to 32 rows a group (few_00 to
-    few_02 in profiles/tiles.csv, profiles/few_rows.csv).
+    temperature. wgrad of few rows only writes. The Pallas kernel takes 1.08 times as long on an H200, but 0.93 to 0.96
+    times up to 32 rows a group on an H100, whose memory is slower (few_00 to few_02 in profiles/tiles.csv).
     """
-    name, measured = _as_measured(pass_name, problem)
-    if name == "wgrad":
-        few = measured.rows <= (_SHORT if _writes_slowly(device) else 16 if unaligned(measured.N) else 0)
+    if pass_name == "wgrad":
+        few = problem.rows <= _SHORT and (device.memory_gbps or _SLOW_GBPS) < _SLOW_GBPS
     else:
-        few = problem.rows < least_rows or has_thin_tile(name, measured, device)
+        few = problem.rows < least_rows
     return not few and runs_triton(problem, device)
 
 
@@ -248,14 +225,9 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
         raise ValueError(f"plan.{pass_name}={tiles}: {only}; leave it out.")
     if tiles.split > 1 and call.problem.whole_sums:
         raise ValueError(f"plan.{pass_name}={tiles}: sums of several modalities have no split; leave it out.")
-    # Where collectives hold multiprocessors, a program that starts late takes fewer tiles: moe_3b's step with data=2 in
-    # 184 instead of 190 ms (two H200s, 2026-11-25, with the unit's kernels likewise).
-    if tiles.kernel == "triton" and getattr(call.plan, pass_name) is None:
-        tiles = dataclasses.replace(tiles, dynamic=tiles.dynamic or call.device.shared)
-        # Tuned rows were measured with groups of like lengths: the split serves others.
-        if pass_name == "wgrad" and tiles.split == 1:
-            _, problem = _as_measured(pass_name, call.problem)
-            return dataclasses.replace(tiles, split=choose_split(sums_of(problem, tiles, call.device)))
+    # Tuned rows were measured with groups of like lengths: the split serves others.
+    if (pass_name, tiles.kernel) == ("wgrad", "triton") and call.plan.wgrad is None and tiles.split == 1:
+        return dataclasses.replace(tiles, split=choose_split(tiles, call.problem, call.device))
     return tiles
 
 
@@ -286,10 +258,6 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     bm, bn, bk, warps, stages = (128, 256, 64, 8, 4) if half else (64, 128, 32, 4, 3)
     if pass_name == "wgrad" and rows < 1024:
         bm, bn, bk, warps, stages = (128, 128, 32, 4, 3) if half else (64, 128, 32, 4, 2)
-        # H100, 2026-11-26 and 27, 21 shapes of 8 to 31 rows a group: with tiles of 64 rows 0.95 to 1.13 times as fast,
-        # 1.02 times on the geometric mean (few_*, small_* in profiles/tiles.csv). Not on an H200.
-        if half and rows <= _SHORT and _writes_slowly(device):
-            bm, step = 64, max(step, bk)
     elif half and rows < 32:
         # H200, 2026-11-22, groups of 17 to 24 rows against 128x256x64: 39 instead of 49 us, 119 instead of 128.
         wide = padded(out_cols, 256) <= 1.05 * padded(out_cols, 128)
@@ -298,13 +266,11 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
             # rhs is contiguous along the sum: 32 numbers are half a cache line (H200, 2026-11-22, 90 groups of 23 rows:
             # 22.9 instead of 27.5 us).
             bn, bk, stages = 128, 64, 3
-        if has_thin_tile(pass_name, problem, device):
-            bm, bn, bk, warps, stages = (64, 256, 64, 8, 3) if _writes_slowly(device) else (128, 128, 64, 4, 3)
         # A few rows, as of decoding, whose tiles hardly fill the card: narrower ones, of which a multiprocessor loads
         # more ahead. H200, 2026-11-24, 128 experts, each of 8 rows another's: 22.9 instead of 29.9 us (K 2048, N 768)
         # and 20.6 instead of 24.2 (K 768, N 2048), with the schedule; 32 rows: 40 instead of 47, 39 instead of 43.
         # H200, 2026-11-25, 8 rows (K 768, N 2048): 9.9 us with four stages, 10.2 with five.
-        elif bn == 256 and 2 * min(problem.G, problem.M) * -(-out_cols // bn) < 5 * device.cores:
+        if bn == 256 and 2 * min(problem.G, problem.M) * -(-out_cols // bn) < 5 * device.cores:
             bn, bk, stages = 128, *((128, 4) if problem.M <= 16 else (64, 3))
     whole, bm, bn = bm * bn, cover(out_rows, bm), cover(out_cols, bn)
     peel, tail = pass_name == "wgrad" and rows >= 1024, _tail(pass_name, problem, bm)
@@ -319,44 +285,66 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     return tiles
 
 
-def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles:
-    """The tiles that a model of the chip (`hopper_clocks`) finds fastest.
+_PANEL_ROWS = 1024  # of products in bfloat16
 
-    - 128x256 has three stages: with four, which store a tile in halves, passes take 1.00 to 1.07 times as long (40
-      random shapes, H100, 2026-11-26, profiles/tiles.csv). Four where rows of all arrays are whole cache lines and
-      groups are short, but longer than a tile: at qwen3_30b's and three others' widths 1.00 to 1.07 times as fast.
-    - Panels of 4 row tiles where groups are short, of 8 elsewhere (mixtral_up: 806 against 782 TFLOP/s).
-    - Dynamic tiles where reading the weights takes longer than the products, for wgrad, whose sums are as long as
-      groups, and for 128x128, of which there are few or which have few steps. Also where K or N is `unaligned`, or with
-      1,024 rows a group and more, both are (105 groups of 332 rows, K 2,584, N 1,304: 680 instead of 734 us).
-    - Many groups of up to 64 rows are bound by memory: there 128x128 has the most loads in flight, but a product with
-      rhs [G, K, N] reads whole cache lines of it in 128x256, and wgrad, bound by its stores, writes them (few_* in
-      tiles.csv). Up to 128 columns and from 257 to 384 it takes 128x128, which pads less.
-    - Clusters: see `takes_clusters`.
+
+def _hopper_tiles(bm: int, bn: int, stages: int) -> Tiles:
+    return Tiles(bm, bn, 64, 8, stages, _PANEL_ROWS // bm, kernel="triton", ping_pong=bm == bn == 128)
+
+
+_LONG = 1024  # rows of a mean group
+
+
+def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles:
+    """The tiles with the smallest worst case over even groups, a router's, Zipf's and one of nearly all rows
+    (profiles/model_tiles.csv of an H200: 40 layers of models and slices of them).
+
+    - 128x128 where there are so few that each multiprocessor has one at most, or where tiles of 256 columns would be
+      half empty. (wgrad's sums are split instead.)
+    - 256x128 for long groups where 256 columns would leave more than 8 % of the tiles empty (N 1,408).
+    - 256x256 by clusters for long groups elsewhere: they load the least from L2. Not where collectives hold some of the
+      multiprocessors.
+    - 128x256 for short groups, whose last tiles are half empty. With three stages in the forward, where with four
+      passes take up to 1.1 times as long (DeepSeek-V3).
     """
-    rows = problem.rows
-    order = {"panel": 4 if rows < 1024 else 8, "kernel": "triton"}
-    dynamic = pass_name == "wgrad" or rows <= _DYNAMIC_ROWS
-    dynamic |= unaligned(problem.K) + unaligned(problem.N) >= (1 if rows < 1024 else 2)
-    deep = whole_lines(problem.K, problem.N) and _DYNAMIC_ROWS < rows < 1024
-    shapes = [
-        Tiles(bm, bn, 64, 8, stages, ping_pong=ping_pong, dynamic=dynamic or bm == bn, **order)
-        for (bm, bn, ping_pong), stages in zip(HOPPER_TILES, (4 if deep else 3, 4, 5, 6), strict=True)
-    ]
-    usual, _, _, square = shapes
-    if takes_clusters(pass_name, problem) and not device.shared:
-        shapes.append(Tiles(*CLUSTER_TILE[:2], 64, 8, 4, dynamic=True, **order))
-    count, _ = work(pass_name, problem, usual)
-    if rows <= 64 and count >= device.cores:
-        across = -(-problem.output(pass_name)[1] // square.bn)
-        return square if pass_name == "dgrad" or across in (1, 3) else usual
-    if pass_name == "wgrad" and problem.M and 0 < count < device.cores:
-        # Fewer tiles than multiprocessors: the tiles that fill the card best, with their sums split where that helps.
-        return min(shapes, key=lambda tiles: time_of_best_split(sums_of(problem, tiles, device)))
-    return min(
-        (tiles for tiles in shapes if not tiles.ping_pong),
-        key=lambda tiles: hopper_clocks(pass_name, problem, tiles, device),
-    )
+    rows, (_, wide) = problem.rows, problem.output(pass_name)
+    across, half = -(-wide // 256), -(-wide // 128)
+    long, few = rows >= _LONG, pass_name != "wgrad" and problem.G * -(-rows // 128) * half <= device.cores
+    if few or wide <= 128 or (not long and 2 * across >= 1.2 * half):
+        return _hopper_tiles(128, 128, 5)
+    if long and 2 * across > 1.08 * half:
+        return _hopper_tiles(256, 128, 4)
+    if long and not device.shared:
+        return _hopper_tiles(256, 256, 4)
+    return _hopper_tiles(128, 256, 3 if pass_name == "fwd" else 4)
+
+
+_PART_STEPS = 13  # that a program multiplies in the time in which it writes a part and reads it again (H200)
+
+
+def choose_split(tiles: Tiles, problem: Problem, device: Device) -> int:
+    """Parts of wgrad's sums over all rows: the least within 5 % of the best, counting one group of nearly all rows,
+    Zipf's and balanced groups alike, since rows of groups are known on the device only."""
+    p = _as_measured("wgrad", problem)[1]
+    if 0 in (p.G, p.M, p.K, p.N) or p.whole_sums:
+        return 1
+    cores, count = device.cores // tiles.programs, -(-p.K // tiles.bm) * -(-p.N // tiles.bn)
+    zipf = p.M / sum(i**-1.2 for i in range(1, p.G + 1))
+
+    def steps(split: int, longest: int, like: int) -> float:
+        """Of the busiest program, if `like` groups have `longest` rows."""
+        least = least_rows_of_part(p.M, split)
+        parts = longest // least if longest >= 2 * least else 1  # sums of less than two parts' rows stay whole
+        waves = -(-like * count * parts // cores)
+        work = p.M / STEP_ROWS * count / cores
+        return max(waves * -(-longest // (STEP_ROWS * parts)), work) + (parts * _PART_STEPS if parts > 1 else 0)
+
+    cases = (p.M, 1), (max(1, int(zipf)), 1), (p.rows, p.G)
+    tried = [s for s in range(1, MOST_PARTS) if s == 1 or (count * s <= 3 * cores and 4 * STEP_ROWS * s <= p.M)]
+    times = {split: [steps(split, *case) for case in cases] for split in tried}
+    least = [min(column) for column in zip(*times.values(), strict=True)]
+    cost = {split: sum(t / best for t, best in zip(row, least, strict=True)) for split, row in times.items()}
+    return next(split for split in tried if cost[split] <= 1.05 * min(cost.values()))
 
 
 def _tail(pass_name: str, problem: Problem, bm: int) -> int:
@@ -369,18 +357,16 @@ _OUTPUT_TILES = (
     *((128, 256, 8), (256, 128, 8), (128, 128, 4), (128, 128, 8), (64, 256, 4), (64, 128, 4)),
     *((128, 64, 4), (32, 256, 4), (32, 128, 4), (16, 256, 4), (16, 128, 4)),
 )
-_STEPS = ((64, 3), (64, 4), (64, 5), (128, 2), (128, 3), (128, 4), (256, 3))  # bytes of one row's step, stages
-# Of the model's best time. At each benchmark shape and pass the fastest tiles of either kernel take at most 1.24 times
-# that in the model (tuned rows of an H200), at 40 random shapes at most 1.17 times (profiles/tiles.csv).
-_AMONG_THE_BEST = 1.25
+_STEPS = ((64, 3), (64, 4), (128, 3), (128, 4))  # bytes of one row's step, stages
 
 
 def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> list[Tiles]:
-    """Tiles that fit the shared memory, that the problem's sizes can fill, and that `clocks` finds among the best."""
-    pass_name, problem = _as_measured(pass_name, problem)
-    tried = (_hopper_tiles if kernel == "triton" else _pallas_tiles)(pass_name, problem, device)
-    times = {tiles: clocks(pass_name, problem, tiles, device) for tiles in tried}
-    return [tiles for tiles in tried if times[tiles] <= _AMONG_THE_BEST * min(times.values())]
+    """Tiles that fit the shared memory, and that the problem's sizes can fill; "triton": each size, 128x256 with three
+    stages, too, which store whole tiles."""
+    if kernel == "triton":
+        sizes = (128, 256, 4), (128, 256, 3), (256, 128, 4), (256, 256, 4), (128, 128, 5)
+        return [_hopper_tiles(*size) for size in sizes]
+    return _pallas_tiles(*_as_measured(pass_name, problem), device)
 
 
 def _pallas_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
@@ -390,27 +376,13 @@ def _pallas_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
     few = high if pass_name == "wgrad" else rows
     fitting = []
     peels = (False, True) if pass_name == "wgrad" and rows >= 512 else (False,)
-    for (bm, bn, warps), (step_bytes, stages), panel, peel in itertools.product(_OUTPUT_TILES, _STEPS, (8, 32), peels):
-        tiles = Tiles(bm, bn, step_bytes // size, warps, stages, panel, peel, _tail(pass_name, problem, bm))
+    for (bm, bn, warps), (step_bytes, stages), peel in itertools.product(_OUTPUT_TILES, _STEPS, peels):
+        tail = _tail(pass_name, problem, bm)
+        tiles = Tiles(bm, bn, step_bytes // size, warps, stages, 8, peel, tail)
         too_large = bm > max(16, high) or bn >= 2 * max(64, wide) or (size == 4 and bm * bn > 128 * 128)
         too_small = bm < 64 and few >= 1024
-        too_deep = step_bytes == 256 and bm > 32
-        if not (too_large or too_small or too_deep) and tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
+        if not (too_large or too_small) and tiles.shared_bytes(problem.dtype) <= device.shared_bytes:
             fitting.append(tiles)
-    return fitting
-
-
-def _hopper_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:
-    """Each shape with the deepest pipeline that fits, and with the deepest that leaves room for storing whole tiles."""
-    fitting = []
-    ways = [*itertools.product(HOPPER_TILES, (True,) if pass_name == "wgrad" else (False, True))]
-    if takes_clusters(pass_name, problem):
-        ways += [(CLUSTER_TILE, dynamic) for dynamic in (False, True)]
-    for ((bm, bn, ping_pong), dynamic), panel in itertools.product(ways, (4, 8, 16)):
-        schedule = {"kernel": "triton", "ping_pong": ping_pong, "dynamic": dynamic}
-        depths = [Tiles(bm, bn, 64, 8, stages, panel, **schedule) for stages in (6, 5, 4, 3)]
-        fit = [tiles for tiles in depths if tiles.shared_bytes(problem.dtype) <= device.shared_bytes]
-        fitting += dict.fromkeys((fit[0], next(tiles for tiles in fit if tiles.stored == bn)))
     return fitting
 
 

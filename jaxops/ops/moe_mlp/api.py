@@ -307,7 +307,7 @@ def _down_and_unit_bwd(
     if fused is not None and 0 not in (*dy.shape, *w_down.shape):
         from jaxops.ops.moe_mlp.bwd_triton import bwd_triton  # jax-triton is imported only where it is called
 
-        options = {"activation": spec.activation, "panel": fused.panel, "dynamic": fused.dynamic}
+        options = {"activation": spec.activation, "panel": fused.panel}
         kernel = functools.partial(bwd_triton, **options, cores=spec.plan.on.cores)
         # A call through jax-triton has no batching rule.
         return sequential_vmap(kernel)(dy, w_down, gate, up, weights, offsets)

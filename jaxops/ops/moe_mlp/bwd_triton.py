@@ -59,7 +59,7 @@ def moe_mlp_bwd(acc, operands, tile, ACTIVATION: gl.constexpr):
 
 def bwd_triton(
     dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array, offsets: jax.Array, *,
-    activation: str, panel: int, dynamic: bool, cores: int,
+    activation: str, panel: int, cores: int,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; gate, up [R, F]; weights [R]
     float32 of the rows; offsets [E + 1] -> the gradients of gate and up, in their memory, the weighted unit (all [R,
@@ -68,7 +68,7 @@ def bwd_triton(
     (R, D), (E, F, _) = dy.shape, w_down.shape
     gemm = Gemm(
         "moe_mlp_bwd", moe_mlp_bwd, BM.value, BM.value, 4, panel, (BM.value, PIECE.value), ping_pong=True,
-        dynamic=dynamic, transposed=True, buffers=3, piece=(PIECE.value, PIECE.value), variant=activation,
+        transposed=True, buffers=3, piece=(PIECE.value, PIECE.value), variant=activation,
         flops=2 * R * F * D,
     )  # fmt: skip
     rows = out_struct((R, F), dy.dtype, like=dy)

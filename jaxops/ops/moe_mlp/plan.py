@@ -130,7 +130,7 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
         gathers = gathers and p.D % 64 == 0 and p.F <= _WIDEST_GATHERED and not short
         if plan.gather and p.D % 64:
             raise NotImplementedError(f"rows are gathered 64 columns at a time, and x has D = {p.D}: leave out gather.")
-        fused = plan.fused or TileOrder(4 if p.R < 1024 * p.E else 8, dynamic=short or call.device.shared)
+        fused = plan.fused or TileOrder()
     if plan.gather and unit.fused is None:
         raise NotImplementedError("the unit's one kernel gathers rows, and plan.unit has none: leave out gather.")
     return {

@@ -30,11 +30,11 @@ def plan_of(run: str) -> Plan:
             Tiles(16, 16, 16, panel=2, peel=True),
         )
     if run == "triton":
-        ping_pong, wide, narrow = (
-            Tiles(bm, bn, 64, 8, 3, 2, kernel="triton", ping_pong=each)
-            for bm, bn, each in ((128, 128, True), (128, 256, False), (128, 128, False))
+        ping_pong, wide, high = (
+            Tiles(bm, bn, 64, 8, 3, 2, kernel="triton", ping_pong=bm == bn)
+            for bm, bn in ((128, 128), (128, 256), (256, 128))
         )
-        return Plan("triton", ping_pong, wide, dataclasses.replace(narrow, split=5))
+        return Plan("triton", ping_pong, wide, dataclasses.replace(high, split=5))
     return Plan(
         "pallas", Tiles(64, 64, 32, panel=2, tail=32), Tiles(128, 128, 32, panel=3, tail=64), Tiles(64, 32, 64, panel=2)
     )

@@ -35,8 +35,7 @@ def plan_of(run: str) -> Plans:
         a, b, c = Tiles(16, 32, 16, panel=2), Tiles(32, 16, 16, panel=3, tail=16), Tiles(16, 16, 16, panel=2, peel=True)
     elif run == "triton":
         a, b, c = (
-            Tiles(bm, bn, 64, 8, 3, 2, kernel="triton", ping_pong=ping_pong, dynamic=bm == bn)
-            for bm, bn, ping_pong in HOPPER_TILES
+            Tiles(bm, bn, 64, 8, 3, 2, kernel="triton", ping_pong=ping_pong) for bm, bn, ping_pong in HOPPER_TILES
         )
     else:
         a, b, c = Tiles(64, 64, 32, panel=2, tail=32), Tiles(128, 128, 32, panel=3, tail=64), Tiles(64, 32, 64, panel=2)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxops
-from jaxops._lib.planning.device import Device, gluon_missing
+from jaxops._lib.planning.device import Device
 from jaxops.ops import grouped_glu, grouped_matmul, moe_mlp, permute
 from jaxops.ops.moe_mlp import Plan, Problem, TileOrder
 from tests.hopper import lower_for_h200
@@ -62,18 +62,6 @@ def test_explicit_plans_are_obeyed():
     assert make_plan(PROBLEM, L4, plan=Plan("pallas", fused=TileOrder())) == make_plan(PROBLEM, L4)
     with pytest.raises(ValueError, match="contradicts"):
         make_plan(PROBLEM, L4, backend="xla", plan=given)
-
-
-@pytest.mark.skipif(bool(gluon_missing()), reason="Hopper's kernels need Python 3.12")
-def test_beside_collectives_programs_take_tiles_as_they_get_free():
-    """Of what the plan chooses itself."""
-    alone, beside = (make_plan(PROBLEM, dataclasses.replace(H200, shared=shared)) for shared in (False, True))
-    orders = lambda plan: [
-        part.dynamic for part in (plan.fused, plan.unit.fused, plan.unit.products.dgrad, plan.down.fwd, plan.down.wgrad)
-    ]
-    assert (orders(alone), orders(beside)) == ([False, True, False, False, True], [True] * 5)
-    explicit = grouped_matmul.Plan("triton", alone.down.fwd)
-    assert not grouped_matmul.make_plan(DOWN, dataclasses.replace(H200, shared=True), plan=explicit).fwd.dynamic
 
 
 def test_few_rows_are_gathered():

@@ -36,8 +36,8 @@ def routing_of(T: int, k: int, E: int) -> jaxops.Routing:
     return jax.eval_shape(lambda logits: jaxops.route(logits, k, backend="xla"), shape(T, E, dtype="float32"))
 
 
-def backward(activation: str = "silu", dtype: str = "bfloat16", dynamic: bool = False) -> Kernel:
-    how = {"activation": activation, "panel": 4, "dynamic": dynamic}
+def backward(activation: str = "silu", dtype: str = "bfloat16") -> Kernel:
+    how = {"activation": activation, "panel": 4}
     rows = shape(R, F, dtype=dtype)
     operands = (
         shape(R, D, dtype=dtype),
@@ -53,7 +53,7 @@ def backward(activation: str = "silu", dtype: str = "bfloat16", dynamic: bool = 
 
 def test_kernel(tmp_path):
     """A consumer multiplies its 128 rows, 64 at a time, by 128 columns, 64 of D in four instructions."""
-    kernel = backward("silu", dynamic=True)
+    kernel = backward("silu")
     # A quarter of a tile is activated while the sums of the others wait in registers: a few that do not fit go out and
     # come back once a tile, not in the loop that multiplies.
     check(kernel, ["m64n128k16.f32.bf16.bf16"] * 16, 2, SHARED_BYTES, tmp_path, spilled=160)
@@ -122,8 +122,6 @@ def test_plan():
     down = grouped_matmul.Problem(8, 8192, 3584, 1024, "bfloat16")
     assert plan.unit == grouped_glu.make_plan(unit, H200, backend="triton")
     assert plan.down == grouped_matmul.make_plan(down, H200, backend="triton")
-    assert make_plan(dataclasses.replace(PROBLEM, E=64), H200).fused == TileOrder(4, dynamic=True)
-    assert make_plan(dataclasses.replace(PROBLEM, E=16), H200).fused == TileOrder(4)
     assert make_plan(PROBLEM, H200, plan=Plan("triton", fused=TileOrder(2))).fused == TileOrder(2)
     # Filled, and nothing of it is lost.
     assert make_plan(PROBLEM, H200, plan=Plan("pallas", unit=grouped_glu.Plan("triton"))).unit == plan.unit

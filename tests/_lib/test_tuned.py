@@ -18,8 +18,8 @@ from jaxops.ops import grouped_matmul
 from jaxops.tuning import tuned_rows, use_rows
 
 H200 = Device("NVIDIA H200", "gpu")
-OP = "grouped_matmul"
-MINE, THEIRS = {"op": "grouped_matmul", "pass": "mine"}, {"op": "grouped_matmul", "pass": "theirs"}
+OP = "quantize"
+MINE, THEIRS = {"op": OP, "pass": "mine"}, {"op": OP, "pass": "theirs"}
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_sources(folder, monkeypatch):
         with use_rows("user"):
             assert tuned_rows(OP, H200) == (MINE, *shipped())
         assert tuned_rows(OP, H200)[0] == THEIRS
-        assert tuned_rows("adaln", H200) != ()  # not in the folder: the shipped ones
+        assert tuned_rows("packed_attention", H200) != ()  # not in the folder: the shipped ones
     monkeypatch.chdir(folder.parent)
     with use_rows("rows"):
         assert tuned_rows(OP, H200)[0] == THEIRS
@@ -92,7 +92,7 @@ def test_what_is_compiled_is_traced_again():
 
 def test_several_processes_leave_the_users_rows_out(several_processes, folder):
     with pytest.warns(RuntimeWarning, match=r"ignores your own tuned rows .*2 processes.*use_rows\(folder\)") as said:
-        read = [tuned_rows(op, H200) for op in (OP, OP, "adaln")]  # of adaln the user has none
+        read = [tuned_rows(op, H200) for op in (OP, OP, "packed_attention")]  # of which the user has none
     assert len(said) == 1
     assert read[0] == read[1] == shipped()
     assert read[2]
@@ -263,7 +263,7 @@ def test_an_op_inside_another_finds_its_rows(call, ops, tmp_path):
 ])  # fmt: skip
 def test_a_row_of_another_version_stops_no_op(change):
     problem = grouped_matmul.Problem(2, 5, 3, 4, "bfloat16")
-    rows = [{"op": OP, "pass": "fwd", **vars(problem), "tiles": {}} | change]
+    rows = [{"op": "grouped_matmul", "pass": "fwd", **vars(problem), "tiles": {}} | change]
     if change == {"pass": None}:
         del rows[0]["pass"]
     with pytest.warns(

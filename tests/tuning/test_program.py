@@ -276,7 +276,6 @@ def test_untuned_is_what_no_row_of_ones_own_serves(rows, wanted, monkeypatch):
 
 def test_shipped_rows_are_not_ones_own():
     card = Device("NVIDIA H200", "gpu")
-    shipped = next(each for each in tuned_rows("grouped_matmul", card) if each["pass"] == "fwd")
-    fields = tunings()["grouped_matmul"].problem.__dataclass_fields__
-    problem = grouped_matmul.Problem(**{name: shipped[name] for name in fields if name in shipped})
-    assert program.untuned(problem, card) == ["fwd", "dgrad", "wgrad"]
+    shipped, problem = tuned_rows("quantize", card)[0], tunings()["quantize"].problem
+    found = problem(**{name: shipped[name] for name in problem.__dataclass_fields__ if name in shipped})
+    assert shipped["pass"] in program.untuned(found, card)

@@ -196,7 +196,7 @@ def _fused(call: Call[Problem, Plan], products: grouped_matmul.Plan) -> FusedTil
             )
         return plan.fused
     if triton:
-        return FusedTiles(stages=4 if p.K < 4096 else 3)
+        return FusedTiles(stages=3 if p.K > 4096 else 4)
     apart = p.joined or p.recast or plan.fwd is not None or plan.products is not None
     if apart or products.fwd is None or not few_rows(p.M, p.G):
         return None

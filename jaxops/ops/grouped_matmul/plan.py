@@ -299,24 +299,27 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
     """The tiles with the smallest worst case over even groups, a router's, Zipf's and one of nearly all rows
     (profiles/model_tiles.csv of an H200: 40 layers of models and slices of them).
 
-    - 128x128 where there are so few that each multiprocessor has one at most, or where tiles of 256 columns would be
-      half empty. (wgrad's sums are split instead.)
-    - 256x128 for long groups where 256 columns would leave more than 8 % of the tiles empty (N 1,408).
+    - 128x128 where there are so few that each multiprocessor has one at most (wgrad, whose sums are split: half of
+      them, with one group of all rows), and for short groups where 256 columns would leave a sixth of the tiles empty.
+    - 256x128, from half as many rows on, where 256 columns would leave more than 8 % of the tiles empty (N 1,408).
     - 256x256 by clusters for long groups elsewhere: they load the least from L2. Not where collectives hold some of the
       multiprocessors.
-    - 128x256 for short groups, whose last tiles are half empty. With three stages in the forward, where with four
-      passes take up to 1.1 times as long (DeepSeek-V3).
+    - 128x256 for short groups, whose last tiles are half empty. With three stages for a forward's long sums: with four
+      they take up to 1.1 times as long (DeepSeek-V3), and short ones 0.92 to 1.0 times.
     """
-    rows, (_, wide) = problem.rows, problem.output(pass_name)
-    across, half = -(-wide // 256), -(-wide // 128)
-    long, few = rows >= _LONG, pass_name != "wgrad" and problem.G * -(-rows // 128) * half <= device.cores
-    if few or wide <= 128 or (not long and 2 * across >= 1.2 * half):
+    rows, (high, wide) = problem.rows, problem.output(pass_name)
+    across = -(-wide // 128)
+    count = across * (2 * -(-high // 128) if pass_name == "wgrad" else problem.G * -(-rows // 128))
+    padded = 2 * -(-wide // 256) / across  # columns in tiles of 256, over those in tiles of 128
+    if count <= device.cores or wide <= 128:
         return _hopper_tiles(128, 128, 5)
-    if long and 2 * across > 1.08 * half:
+    if 2 * rows >= _LONG and padded > 1.08:
         return _hopper_tiles(256, 128, 4)
-    if long and not device.shared:
+    if padded >= 1.2:
+        return _hopper_tiles(128, 128, 5)
+    if rows >= _LONG and not device.shared:
         return _hopper_tiles(256, 256, 4)
-    return _hopper_tiles(128, 256, 3 if pass_name == "fwd" else 4)
+    return _hopper_tiles(128, 256, 3 if pass_name == "fwd" and problem.K > 4096 else 4)
 
 
 _PART_STEPS = 13  # that a program multiplies in the time in which it writes a part and reads it again (H200)

@@ -1,8 +1,6 @@
 """Plans of the grouped products: kernel by device and shape, tuned rows, heuristic, candidates; what is lowered."""
 
 import dataclasses
-import json
-from importlib import resources
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,10 +10,9 @@ import pytest
 import jaxops
 from jaxops._lib.planning import device as device_facts
 from jaxops._lib.planning.device import Device
-from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates
-from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES, PLANNER, heuristic, hopper_can
+from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES, heuristic, hopper_can
 from tests.hopper import lower_for_h200
 from tests.plans import by_choices
 
@@ -25,13 +22,6 @@ H200 = Device("NVIDIA H200", "gpu")
 GPUS = [H200, Device("NVIDIA A100-SXM4-80GB", "gpu"), Device("NVIDIA L4", "gpu")]
 CPU = Device("cpu", "cpu")
 PROBLEM = Problem(8, 1000, 500, 700, "bfloat16")
-SHIPPED = [
-    (file.name, json.loads(line))
-    for file in sorted((resources.files("jaxops.ops.grouped_matmul") / "tuned").iterdir(), key=lambda file: file.name)
-    for line in file.read_text().splitlines()
-]
-
-
 EIGHTS = Problem(8, 1000, 504, 704, "bfloat16")  # what the Hopper kernel can multiply, PROBLEM it cannot
 pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("jax_triton")]
 
@@ -233,26 +223,6 @@ def test_candidates_are_those_that_the_chip_suits():
     assert len(candidates("fwd", Problem(4, 32768, 4096, 4096, "bfloat16"), GPUS[1])) <= 100
     columns = lambda N: {t.bn for t in candidates("fwd", Problem(4, 32768, 4096, N, "bfloat16"), H200, "triton")}
     assert columns(4096) >= {128, 256} > columns(128) == {128}
-
-
-def test_shipped_rows():
-    """Each says what was measured where, is the only one of its key, is found at its own shape, fits its device, and is
-    a candidate."""
-    assert "nvidia_h200.jsonl" in {name for name, _ in SHIPPED}
-    assert len({(name, PLANNER.row_key(row)) for name, row in SHIPPED}) == len(SHIPPED)
-    for file, row in SHIPPED:
-        assert set(row) == {"pass", "G", "M", "K", "N", "dtype", "tiles", "us", "tflops", "device", "jax", "date"}
-        device, problem, tiles = Device(row["device"], "gpu"), problem_of(row), Tiles(**row["tiles"])
-        assert file == f"{device.slug}.jsonl"
-        assert row["tflops"] == pytest.approx(2 * problem.M * problem.K * problem.N / row["us"] / 1e6, rel=0.01)
-        rows = tuned_rows("grouped_matmul", device)
-        swapped = dataclasses.replace(problem, K=problem.N, N=problem.K, transpose_rhs=True)
-        reads = {"fwd": "dgrad", "dgrad": "fwd", "wgrad": "wgrad"}[row["pass"]]
-        for p, name in ((problem, row["pass"]), (swapped, reads)):
-            found = getattr(make_plan(p, device, rows, backend=tiles.kernel), name)
-            assert dataclasses.replace(found, split=tiles.split) == tiles, row  # the split is by a rule of the shape
-        assert tiles.shared_bytes(row["dtype"]) <= device.shared_bytes
-        assert tiles in candidates(row["pass"], problem, device, tiles.kernel)
 
 
 # Lowering does not depend on sizes beyond what is masked, so one small problem stands for all.

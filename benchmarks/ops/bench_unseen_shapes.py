@@ -69,10 +69,10 @@ def problem_of(shape: GroupedShape) -> Problem:
 
 
 def few(pass_name: str, shape: GroupedShape, planned: Tiles) -> list[Tiles]:
-    """The candidates with the plan's kernel, panel and split: panels gain a few percent, and each costs a compilation.
-    Also the plan's tiles without the split and, for short groups, the other kernel's choice."""
+    """The candidates with the plan's kernel and split. Also the plan's tiles without the split and, for short groups,
+    the other kernel's choice."""
     problem, device = problem_of(shape), current_device()
-    found = [t for t in candidates(pass_name, problem, device, planned.kernel) if t.panel == planned.panel]
+    found = candidates(pass_name, problem, device, planned.kernel)
     found = [dataclasses.replace(tiles, split=planned.split) for tiles in found]
     found.append(dataclasses.replace(planned, split=1))
     if shape.M <= SHORT * shape.G:

@@ -59,15 +59,17 @@ def test_rows_are_stored_and_replaced(tmp_path):
 
 
 def test_user_rows_win_over_shipped_ones():
-    shipped = tuned_rows("grouped_matmul", H200)
+    """The package's rows stay, behind."""
+    shipped = tuned_rows("packed_attention", H200)
     first = next(r for r in shipped if r["pass"] == "fwd")
-    problem = Problem(*(first[name] for name in ("G", "M", "K", "N", "dtype")))
-    assert make_plan(problem, H200, shipped, backend="pallas").fwd == Tiles(**first["tiles"])
-    mine = Tiles(16, 16, 16, panel=100)
-    put({**first, "tiles": vars(mine)}, device=H200)
-    rows = tuned_rows("grouped_matmul", H200)
-    assert rows[1:] == shipped  # the shipped ones stay, behind
-    assert make_plan(problem, H200, rows, backend="pallas").fwd == mine
+    mine = {**first, "tiles": {**first["tiles"], "stages": first["tiles"]["stages"] + 1}}
+    store_rows("packed_attention", H200, [mine], same=lambda row, old: False)
+    rows = tuned_rows("packed_attention", H200)
+    assert rows[1:] == shipped
+    fields = packed_attention.Problem.__dataclass_fields__
+    problem = packed_attention.Problem(**{name: first[name] for name in fields if name in first})
+    for served, wanted in ((shipped, first), (rows, mine)):
+        assert vars(packed_attention.make_plan(problem, H200, served, backend="pallas").fwd) == wanted["tiles"]
 
 
 def test_killed_write_leaves_the_old_file(monkeypatch):

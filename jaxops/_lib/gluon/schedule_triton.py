@@ -43,10 +43,11 @@ def _zero(first, zeros):
 
 @triton.jit
 def schedule_rows_kernel(
-    offsets, work, room, G, M, bound, spans, BM: tl.constexpr, PANEL: tl.constexpr, BLOCK: tl.constexpr,
+    offsets, work, room, G, limits, spans, BM: tl.constexpr, PANEL: tl.constexpr, BLOCK: tl.constexpr,
     RUNS: tl.constexpr,
 ):  # fmt: skip
     entries, zeros = room
+    M, bound = limits
     r = tl.arange(0, RUNS)
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lo, hi = _bounds(offsets, r, G, M)
@@ -185,7 +186,7 @@ def schedule_rows(
     G = offsets.shape[0] - 1
     bound = tile_bound(M, G, bm)
     return _launch(
-        schedule_rows_kernel, offsets, zeros, bound, G + 2, M=M, bound=bound, spans=spans or None, BM=bm, PANEL=panel
+        schedule_rows_kernel, offsets, zeros, bound, G + 2, limits=(M, bound), spans=spans or None, BM=bm, PANEL=panel
     )
 
 

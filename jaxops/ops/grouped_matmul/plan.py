@@ -157,13 +157,8 @@ def _key(pass_name: str, *, G: int, M: int, K: int, N: int, dtype: str, transpos
     """Sizes count up to the next power of two: a new length needs no tuning. Rows of whole cache lines are apart."""
     if transpose_rhs:
         pass_name, K, N = _TRANSPOSED[pass_name], N, K
-    lines = "whole lines" if _whole_lines(K, N) else "partial lines"
+    lines = "whole lines" if 2 * K % LINE_BYTES == 2 * N % LINE_BYTES == 0 else "partial lines"  # of 16-bit numbers
     return pass_name, dtype, lines, *(power_of_2(size) for size in (G, M, K, N))
-
-
-def _whole_lines(*widths: int) -> bool:
-    """Whether rows of so many 16-bit numbers are whole cache lines."""
-    return all(2 * width % LINE_BYTES == 0 for width in widths)
 
 
 def runs_triton(problem: Problem, device: Device) -> bool:
@@ -285,14 +280,11 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     return tiles
 
 
-_PANEL_ROWS = 1024  # of products in bfloat16
+_LONG = 1024  # rows of a mean group, and of a panel
 
 
 def _hopper_tiles(bm: int, bn: int, stages: int) -> Tiles:
-    return Tiles(bm, bn, 64, 8, stages, _PANEL_ROWS // bm, kernel="triton", ping_pong=bm == bn == 128)
-
-
-_LONG = 1024  # rows of a mean group
+    return Tiles(bm, bn, 64, 8, stages, _LONG // bm, kernel="triton", ping_pong=bm == bn == 128)
 
 
 def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles:
@@ -364,12 +356,14 @@ _STEPS = ((64, 3), (64, 4), (128, 3), (128, 4))  # bytes of one row's step, stag
 
 
 def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> list[Tiles]:
-    """Tiles that fit the shared memory, and that the problem's sizes can fill; "triton": each size, 128x256 with three
-    stages, too, which store whole tiles."""
-    if kernel == "triton":
-        sizes = (128, 256, 4), (128, 256, 3), (256, 128, 4), (256, 256, 4), (128, 128, 5)
-        return [_hopper_tiles(*size) for size in sizes]
-    return _pallas_tiles(*_as_measured(pass_name, problem), device)
+    """Tiles that fit the shared memory, and that the problem's sizes can fill; "triton": each size in higher and lower
+    panels, 128x256 with three stages, too, which store whole tiles."""
+    pass_name, problem = _as_measured(pass_name, problem)
+    if kernel == "pallas":
+        return _pallas_tiles(pass_name, problem, device)
+    sizes = ((128, 256, 4), (128, 256, 3), (256, 128, 4), (256, 256, 4), (128, 128, 5))
+    fitting = [_hopper_tiles(*size) for size in sizes if size[1] == 128 or problem.output(pass_name)[1] > 128]
+    return [dataclasses.replace(t, panel=panel) for t in fitting for panel in (t.panel, t.panel // 2, 2 * t.panel)]
 
 
 def _pallas_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tiles]:

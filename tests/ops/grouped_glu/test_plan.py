@@ -70,7 +70,7 @@ def test_few_rows_are_one_kernel():
     assert make_plan(few, CPU).fused is None
     given = grouped_matmul.Tiles(16, 16, 16)
     assert make_plan(PROBLEM, A100, plan=Plan(fused=given)).fused == given
-    for fused in (FusedTiles(), grouped_matmul.Tiles(128, 128, 64, 8, kernel="triton")):
+    for fused in (FusedTiles(), grouped_matmul.Tiles(128, 256, 64, 8, kernel="triton")):
         with pytest.raises(ValueError, match=r"plan\.fused=.*backend='pallas' takes grouped_matmul\.Tiles"):
             make_plan(PROBLEM, A100, plan=Plan(fused=fused))
     with pytest.raises(NotImplementedError, match="two arrays"):

@@ -78,7 +78,7 @@ def test_as_many_modalities_as_a_launch_has(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "transposed"), [((128, 128, True), False), ((128, 128, False), True)], ids=["ping-pong", "halves"]
+    ("size", "transposed"), [((128, 128, True), False), ((256, 128, False), True)], ids=["ping-pong", "halves"]
 )
 def test_other_tiles(size, transposed, tmp_path):
     tiles = TILES[size]

@@ -200,7 +200,7 @@ def test_by_hand(fn, shapes, want):
     assert stated == [(*one, *([each] if len(one) == 2 else [])) for one, each in zip(want, moved, strict=True)]
 
 
-HOPPER = functools.partial(grouped_matmul.Tiles, 128, 128, 64, 8, 4, kernel="triton")
+HOPPER = functools.partial(grouped_matmul.Tiles, 128, 128, 64, 8, 4, kernel="triton", ping_pong=True)
 
 
 def test_gluon_kernels():

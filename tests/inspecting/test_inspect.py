@@ -13,7 +13,7 @@ from jaxops._lib.planning.device import Device, current_device
 from jaxops._lib.planning.recorded import watch
 from jaxops._lib.planning.tuned import read_rows, store_rows
 from jaxops.inspecting import Inspection
-from jaxops.ops import grouped_matmul, moe_mlp
+from jaxops.ops import grouped_matmul, moe_mlp, quantize
 from jaxops.ops.grouped_matmul import product
 from jaxops.ops.grouped_matmul.reference import grouped_matmul_reference
 from tests.compare import LIMITS
@@ -162,11 +162,10 @@ def test_a_plan(tmp_path, monkeypatch):
 def test_shipped_rows_are_the_packages():
     """A plan for an H200, made here. Composite ops show the plans of their parts, by path."""
     device = Device("NVIDIA H200", "gpu")
-    rows = read_rows(("grouped_matmul", "grouped_glu", "permute"), device, "shipped")
-    row = next(row for row in rows if row["op"] == "grouped_matmul")
+    rows = read_rows(("quantize",), device, "shipped")
     with watch() as decisions:
-        problem = grouped_matmul.Problem(*(row[name] for name in ("G", "M", "K", "N", "dtype")))
-        grouped_matmul.make_plan(problem, device, rows, backend=row["tiles"].get("kernel", "pallas"))
+        fields = quantize.Problem.__dataclass_fields__
+        quantize.make_plan(quantize.Problem(**{n: rows[0][n] for n in fields if n in rows[0]}), device, rows)
         mlp: Any = moe_mlp.make_plan(moe_mlp.Problem(16384, 2, 8, 4096, 14336, 4096, "bfloat16"), device, rows)
     of_product, of_mlp = (list(choices_of([each], device, "auto", None)) for each in decisions)
     tuned = [choice for choice in of_product if choice.source == "tuned"]

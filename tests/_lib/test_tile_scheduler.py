@@ -47,7 +47,7 @@ def test_panels_lie_in_groups(panel, monkeypatch):
     schedule, entries = schedule_rows(jnp.asarray(offsets), int(offsets[-1]) + 9, bm, panel=panel)
     group, start, _, _, total, _ = (work := np.asarray(schedule))[: COLUMNS * entries].reshape(COLUMNS, -1)
     monkeypatch.setattr(scheduler, "gl", types.SimpleNamespace(load=lambda i: int(work[i])))
-    monkeypatch.setattr(scheduler, "MOST_PANEL", scheduler.MOST_PANEL.value)
+    monkeypatch.setattr(scheduler, "PANEL_BASE", scheduler.PANEL_BASE.value)
     place = scheduler.place_in_panel_of_group.fn
     places = [place(t, 0, entries, num_j) for t in range(total[0] * num_j)]
     assert sorted(places) == [(i, j) for i in range(total[0]) for j in range(num_j)]
@@ -72,7 +72,7 @@ def test_panels_end_with_the_list(monkeypatch):
     schedule, entries = schedule_rows(jnp.array([0, 100] * 15, jnp.int32), 100, 8, panel=4)
     work = np.asarray(schedule)
     monkeypatch.setattr(scheduler, "gl", types.SimpleNamespace(load=lambda i: int(work[i])))
-    monkeypatch.setattr(scheduler, "MOST_PANEL", scheduler.MOST_PANEL.value)
+    monkeypatch.setattr(scheduler, "PANEL_BASE", scheduler.PANEL_BASE.value)
     total = int(work[4 * entries])
     places = [scheduler.place_in_panel_of_group.fn(t, 0, entries, 5) for t in range(5 * total)]
     assert all(0 <= i < total and j >= 0 for i, j in places)

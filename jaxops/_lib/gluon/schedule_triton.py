@@ -12,13 +12,13 @@ from jaxops._lib.gluon.launch_triton import triton_call
 from jaxops._lib.numerics.fp8 import BLOCK
 from jaxops._lib.ragged.tiling import tile_bound
 from jaxops._lib.ragged.work_list import COLUMNS as _COLUMNS
-from jaxops._lib.ragged.work_list import MOST_PANEL as _MOST_PANEL
 from jaxops._lib.ragged.work_list import MOST_PARTS as _MOST_PARTS
+from jaxops._lib.ragged.work_list import PANEL_BASE as _PANEL_BASE
 from jaxops._lib.ragged.work_list import STEP_ROWS as _STEP_ROWS
 from jaxops._lib.ragged.work_list import Spans, least_rows_of_part
 
 COLUMNS, MOST_PARTS, STEP_ROWS = tl.constexpr(_COLUMNS), tl.constexpr(_MOST_PARTS), tl.constexpr(_STEP_ROWS)
-MOST_PANEL = tl.constexpr(_MOST_PANEL)
+PANEL_BASE = tl.constexpr(_PANEL_BASE)
 _ELEMENTS = 2048  # of a program's [BLOCK, RUNS] comparison: 16 registers a thread at 4 warps
 
 
@@ -81,7 +81,7 @@ def schedule_rows_kernel(
     tl.store(work + t, group)
     tl.store(work + entries + t, start)
     tl.store(work + 2 * entries + t, end)
-    tl.store(work + 3 * entries + t, inside * MOST_PANEL + high)
+    tl.store(work + 3 * entries + t, inside * PANEL_BASE + high)
     tl.store(work + 4 * entries + t, total)
     tl.store(work + 5 * entries + t, tl.zeros([BLOCK], tl.int32))
     _zero(work + COLUMNS * entries, zeros)
@@ -180,7 +180,7 @@ def _call(kernel, offsets: jax.Array, zeros: int, programs: int, entries: int, *
 def schedule_rows(
     offsets: jax.Array, M: int, bm: int, spans: Spans = (), *, panel: int = 1, zeros: int = 0
 ) -> tuple[jax.Array, int]:
-    """As `schedule_pallas.schedule_rows`, but for the fourth column: a tile's place in its panel times MOST_PANEL, plus
+    """As `schedule_pallas.schedule_rows`, but for the fourth column: a tile's place in its panel times PANEL_BASE, plus
     the panel's height. A group's row tiles make panels of about `panel` of them, as equally high as they can be.
     Returns the list and its entries; behind its columns are at least `zeros` zeros, to count in."""
     G = offsets.shape[0] - 1

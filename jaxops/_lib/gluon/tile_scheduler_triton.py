@@ -5,12 +5,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxops._lib.gluon.layouts_triton import one_number
-from jaxops._lib.ragged.work_list import MOST_PANEL as _MOST_PANEL
+from jaxops._lib.ragged.work_list import PANEL_BASE as _PANEL_BASE
 
 # What the groups divide. ROWS: A's and C's rows; each group has a B of its own. CONTRACTION: the rows that are summed
 # over; each group has a C of its own.
 ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1)
-MOST_PANEL = gl.constexpr(_MOST_PANEL)
+PANEL_BASE = gl.constexpr(_PANEL_BASE)
 
 
 @gluon.jit
@@ -160,8 +160,8 @@ def place_in_panel_of_group(t, schedule, entries, num_j):
     group, so that its tiles of a column multiply the same part of the weights."""
     listed = t // num_j  # a row tile of the panel: before it are the panels before, each with all its columns
     place = gl.load(schedule + 3 * entries + listed)
-    first = listed - place // MOST_PANEL
-    height = place % MOST_PANEL
+    first = listed - place // PANEL_BASE
+    height = place % PANEL_BASE
     t -= first * num_j
     return first + t % height, t // height
 

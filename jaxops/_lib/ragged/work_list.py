@@ -5,7 +5,8 @@ for Hopper's kernels, and schedule_pallas.py."""
 COLUMNS = 6
 Spans = tuple[tuple[int, int], ...]  # ranges of runs (`ragged.runs`): first and end of each, ascending
 STEP_ROWS = 64  # of a step of Hopper's half-precision kernels along a sum over rows
-MOST_PANEL = 1024  # tile rows of a panel are fewer
+PANEL_BASE = 1024  # of two digits, a row tile's place in its panel and the height: `schedule_triton.schedule_rows`
+MOST_PANEL = PANEL_BASE // 2 - 1  # tile rows that may be asked for: a panel has up to half as many more
 MOST_PARTS = 64  # a sum has fewer parts: see `schedule_triton.schedule_parts`
 
 

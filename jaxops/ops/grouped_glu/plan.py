@@ -48,7 +48,7 @@ class TileOrder:
     panel: int = 8
 
     def __post_init__(self):
-        check_fields(self, "panel", most=MOST_PANEL // 2 - 1)
+        check_fields(self, "panel", most=MOST_PANEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _fused(call: Call[Problem, Plan], products: grouped_matmul.Plan) -> FusedTil
             )
         return plan.fused
     if triton:
-        return FusedTiles(stages=3 if p.K > 4096 else 4)
+        return FusedTiles(stages=3 if p.K > grouped_matmul.LONG_SUM else 4)
     apart = p.joined or p.recast or plan.fwd is not None or plan.products is not None
     if apart or products.fwd is None or not few_rows(p.M, p.G):
         return None

@@ -28,7 +28,7 @@ class Tiles:
       warps: warps a program (1, 2, 4, 8 or 16); "triton": 8 consumer warps.
       stages: pipeline stages; each holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that concurrent programs share operands in
-        L2; "triton": of about so many, and fewer than MOST_PANEL / 2, each panel within a group.
+        L2; "triton": of about so many, at most MOST_PANEL, each panel within a group.
       ping_pong: "triton" only: each of the two consumer warp groups computes whole tiles, and one stores while the
         other multiplies; otherwise they are cooperative: each computes half of a tile's rows.
       peel: "pallas" wgrad only: whole steps run in a loop without row masks; the remaining rows run behind a branch,
@@ -69,7 +69,7 @@ class Tiles:
         check_fields(self, "bm", "bn", "bk", power_of_2=True, least=16)
         check_fields(self, "warps", power_of_2=True, most=16)
         check_fields(self, "stages")
-        check_fields(self, "panel", most=MOST_PANEL // 2 - 1 if self.kernel == "triton" else None)
+        check_fields(self, "panel", most=MOST_PANEL if self.kernel == "triton" else None)
         if self.tail:
             check_fields(self, "tail", power_of_2=True, least=16, most=self.bm // 2)
 
@@ -188,7 +188,7 @@ def check_triton(problem: Problem, device: Device) -> None:
 # rows the Triton kernel takes 0.91 to 1.01 times as long (few_* in profiles/tiles.csv, H100, 2026-11-26).
 _LEAST_ROWS = 8
 LEAST_ROWS_OF_UNIT = 32  # likewise of products fused with an activation; fewer have not been measured
-_SHORT, _SLOW_GBPS = 32, 4000
+_SHORT, _SLOW_GBPS = 32, 4000  # rows of a mean group of wgrad; memory slower than an H200's
 
 
 def takes_triton(pass_name: str, problem: Problem, device: Device, least_rows: int = _LEAST_ROWS) -> bool:
@@ -281,6 +281,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
 
 
 _LONG = 1024  # rows of a mean group, and of a panel
+LONG_SUM = 4096  # longer sums in tiles of 128x256 have three stages: the fourth can cost more than it hides
 
 
 def _hopper_tiles(bm: int, bn: int, stages: int) -> Tiles:
@@ -311,7 +312,7 @@ def _hopper_heuristic(pass_name: str, problem: Problem, device: Device) -> Tiles
         return _hopper_tiles(128, 128, 5)
     if rows >= _LONG and not device.shared:
         return _hopper_tiles(256, 256, 4)
-    return _hopper_tiles(128, 256, 3 if pass_name == "fwd" and problem.K > 4096 else 4)
+    return _hopper_tiles(128, 256, 3 if pass_name == "fwd" and problem.K > LONG_SUM else 4)
 
 
 _PART_STEPS = 13  # that a program multiplies in the time in which it writes a part and reads it again (H200)

@@ -15,7 +15,7 @@ H200, H100 = Device("NVIDIA H200", "gpu"), Device("NVIDIA H100 80GB HBM3", "gpu"
 pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("jax_triton")]
 
 
-# Of models, whole and as slices of a card: how many rows, which pass, the tiles.
+# Of models, whole and as slices of a card: G, M, K, N; the pass; rows, columns and stages of the tiles.
 RULE = {
     "GLM-4.5": ((160, 65536, 5120, 1536), "fwd", (128, 256, 3)),
     "GLM-4.5, four cards": ((40, 65536, 5120, 1536), "fwd", (256, 256, 4)),

@@ -19,9 +19,9 @@ _WIDTH = 128  # offsets that one step of the search for a row's sequence compare
 Chunks = list[jax.Array]  # one [step or 1, block] array for each `block` columns
 
 
-def tile_count(T: int, B: int, rows: int) -> int:
-    """Tiles, which are programs: one for each multiple of `rows`, and the heads of all runs but the first."""
-    return pl.cdiv(T, rows) + B + 1
+def program_count(T: int, rows: int) -> int:
+    """Programs of `rows` rows each, whatever sequences these are in."""
+    return pl.cdiv(T, rows)
 
 
 def ceil_div(count: jax.Array, size: int) -> jax.Array:
@@ -31,12 +31,7 @@ def ceil_div(count: jax.Array, size: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Rows start to end of one sequence (-1 and B: of the rows before and after all), whose rows are lo to hi.
-
-    A sequence is cut at the multiples of `rows`: first its head, up to the first multiple, then a tile from each
-    multiple on. So a program finds its tile without counting those before: tile t < cdiv(T, rows) starts at row t *
-    rows; after these come the heads, one a sequence, most of them short or empty.
-    """
+    """Rows start to end of one sequence (-1 and B: of the rows before and after all), whose rows are lo to hi."""
 
     sequence: jax.Array
     start: jax.Array
@@ -47,24 +42,35 @@ class Tile:
     clipped: jax.Array  # [1, 1]: the sequence, clipped to 0 to B - 1
 
 
-def find_tile(offsets_ref, t: jax.Array, T: int, rows: int) -> Tile:
-    starts, B = pl.cdiv(T, rows), offsets_ref.shape[0] - 1
-    is_head = t >= starts
-    run = lax.cond(is_head, lambda: t - starts + 1, lambda: _run_of(offsets_ref, t * rows))
-    lo, hi = run_bounds(offsets_ref, run, T)
-    first = ceil_div(lo, rows) * rows
-    start = jnp.where(is_head, lo, t * rows)
-    end = jnp.minimum(hi, jnp.where(is_head, first, start + rows))
-    sequence = run - 1
-    inside = (sequence >= 0) & (sequence < B)
-    return Tile(sequence, start, end, lo, hi, inside, jnp.broadcast_to(jnp.clip(sequence, 0, B - 1), (1, 1)))
+def for_tiles(offsets_ref, program: jax.Array, T: int, rows: int, body: Callable[[Tile], None]) -> None:
+    """Calls body for the tiles of rows program * rows to (program + 1) * rows: one for each sequence with rows there.
+
+    Equal numbers of rows, so equal work, whatever the lengths: a program searches its first sequence only, and takes
+    the next ones as they follow. Empty sequences have no tile.
+    """
+    B, last = offsets_ref.shape[0] - 1, jnp.minimum((program + 1) * rows, T)
+
+    def one(state):
+        run, start = state
+        lo, hi = run_bounds(offsets_ref, run, T)
+        # Offsets that break the contract must not make the loop endless.
+        end = jnp.where(hi > start, jnp.minimum(hi, last), last)
+        sequence = run - 1
+        inside = (sequence >= 0) & (sequence < B)
+        following = jnp.minimum(run + 1, B + 1)
+        found = (end >= last) | (run_bounds(offsets_ref, following, T)[1] > end)
+        body(Tile(sequence, start, end, lo, hi, inside, jnp.broadcast_to(jnp.clip(sequence, 0, B - 1), (1, 1))))
+        return lax.cond(found, lambda: following, lambda: run_of(offsets_ref, end)), end
+
+    first = program * rows
+    lax.while_loop(lambda state: state[1] < last, one, (run_of(offsets_ref, first), first))
 
 
 def run_bounds(offsets_ref, run: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
     return runs(lambda i: plgpu.load(offsets_ref.at[i]), run, offsets_ref.shape[0] - 1, T)
 
 
-def _run_of(offsets_ref, row: jax.Array) -> jax.Array:
+def run_of(offsets_ref, row: jax.Array) -> jax.Array:
     """The run of a row: the number of offsets <= row. A search that compares _WIDTH offsets a step."""
     count = offsets_ref.shape[0]
     first, span = jnp.int32(0) * row, count

@@ -20,11 +20,11 @@ from jaxops._lib.pallas.ragged_rows_pallas import (
     Chunks,
     Columns,
     Tile,
-    ceil_div,
-    find_tile,
     fold_steps,
+    for_tiles,
+    program_count,
     run_bounds,
-    tile_count,
+    run_of,
     widen,
 )
 from jaxops._lib.planning.costs import bytes_of
@@ -81,15 +81,20 @@ def _operations(spec: Spec, gated: bool) -> int:
 
 def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
     T, D = ref["x"].shape
-    tile, columns = find_tile(ref["offsets"], pl.program_id(0), T, tiles.rows), Columns(D, tiles.block)
-    inside, shared = tile.inside, load_shared(ref, spec, tile, columns)
+    one = functools.partial(_fwd_tile, ref, spec=spec, tiles=tiles, save_stats=save_stats)
+    for_tiles(ref["offsets"], pl.program_id(0), T, tiles.rows, one)
+
+
+def _fwd_tile(ref: dict, tile: Tile, *, spec: Spec, tiles: Tiles, save_stats: bool):
+    columns, inside = Columns(ref["x"].shape[1], tiles.block), tile.inside
+    shared = {} if tiles.reload else load_shared(ref, spec, tile, columns)
     of_rows = [name for name in ("x", "h", *(MODULATION if spec.per_row else ())) if name in ref]
 
     def load_rows(rows, rows_in):
         return {name: columns.load(ref[name], rows, rows_in) for name in of_rows}
 
     def body(rows, rows_in, loaded, carry):
-        m = shared | {name: widen(chunks) for name, chunks in loaded.items()}
+        m = (load_shared(ref, spec, tile, columns) if tiles.reload else shared) | {name: widen(chunks) for name, chunks in loaded.items()}
         x = m["x"]
         if "gate" in ref:
             # Rounded before the statistics: y is adaln of the new residual as stored. Outside rows keep their residual.
@@ -102,7 +107,7 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
             n, stats = normalise(columns, x, spec, {})
             for name in STATS[spec.norm] if save_stats else ():
                 store(ref[name], (rows,), stats[name], rows_in)
-            a = [activate_and_slope(u, spec.activation)[0] for u in affine(n, shared)]
+            a = [activate_and_slope(u, spec.activation)[0] for u in affine(n, m)]
             modulated = zip(a, m["scale"], m["shift"], strict=True)
             y = [jnp.where(inside, b * (1 + scale) + shift, 0.0) for b, scale, shift in modulated]
             if "y_scales" in ref:
@@ -133,7 +138,7 @@ def forward_pallas(
         functools.partial(_fwd_kernel, spec=spec, tiles=tiles, save_stats=save_stats),
         arrays._asdict(),
         out,
-        grid=(tile_count(T, arrays.offsets.shape[0] - 1, tiles.rows),),
+        grid=(program_count(T, tiles.rows),),
         warps=tiles.warps,
         interpret=interpret,
         name="adaln_fwd" if spec.norm is not None else "gated_residual_fwd",
@@ -142,10 +147,49 @@ def forward_pallas(
 
 
 def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles):
-    T, D = ref["dx_in" if spec.norm is None else "x"].shape
-    t = pl.program_id(0)
-    tile, columns = find_tile(ref["offsets"], t, T, tiles.rows), Columns(D, tiles.block)
-    inside, shared = tile.inside, load_shared(ref, spec, tile, columns)
+    T = ref["dx_in" if spec.norm is None else "x"].shape[0]
+    p, programs, columns = pl.program_id(0), program_count(T, tiles.rows), Columns(_width(ref, spec), tiles.block)
+
+    def one(tile: Tile):
+        sums = _bwd_tile(ref, tile, summed=summed, spec=spec, tiles=tiles)
+        # The sum of a sequence of one program is complete; a second kernel adds the parts of others in order.
+        whole = (tile.start == tile.lo) & (tile.end == tile.hi)
+        at = p + jnp.where(tile.start == tile.lo, programs, 0)
+        is_whole, is_part, at = (
+            jnp.broadcast_to(v, (1, 1)) for v in (whole & tile.inside, jnp.logical_not(whole) & tile.inside, at)
+        )
+        for name, chunks in zip(summed, sums, strict=True):
+            value = [jnp.sum(chunk, axis=0, keepdims=True) for chunk in chunks]
+            columns.store(ref[f"d{name}"], tile.clipped, is_whole, value)
+            columns.store(ref[f"parts_{name}"], at, is_part, value)
+
+    for_tiles(ref["offsets"], p, T, tiles.rows, one)
+    names = [f"d{name}" for name in summed if name in MODULATION or True]
+
+    def zero_empty(i, _):
+        sequence = p + i * programs
+        lo, hi = run_bounds(ref["offsets"], sequence + 1, T)
+        at, empty = (jnp.broadcast_to(v, (1, 1)) for v in (sequence, (sequence < B) & (lo == hi)))
+
+        @pl.when((sequence < B) & (lo == hi))
+        def _():
+            for name in names:
+                columns.store(ref[name], at, empty, [jnp.zeros((1, tiles.block), jnp.float32) for _ in columns])
+
+        return 0
+
+    B = ref["offsets"].shape[0] - 1
+    if summed:
+        lax.fori_loop(0, pl.cdiv(B, programs), zero_empty, 0)
+
+
+def _width(ref: dict, spec: Spec) -> int:
+    return ref["dx_in" if spec.norm is None else "x"].shape[1]
+
+
+def _bwd_tile(ref: dict, tile: Tile, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles) -> list[Chunks]:
+    columns, inside = Columns(_width(ref, spec), tiles.block), tile.inside
+    shared = {} if tiles.reload else load_shared(ref, spec, tile, columns)
 
     def load_rows(rows, rows_in):
         # Of an outside row only the cotangent that passes through is read: x, dy and h are zero, and so is every term.
@@ -154,7 +198,7 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
         return loaded | {name: columns.load(ref[name], rows, rows_in) for name in passed if name in ref}
 
     def body(rows, rows_in, loaded, sums):
-        m = shared | {name: widen(chunks) for name, chunks in loaded.items()}
+        m = (load_shared(ref, spec, tile, columns) if tiles.reload else shared) | {name: widen(chunks) for name, chunks in loaded.items()}
         terms: dict[str, Chunks] = {}
         dx = m.get("dx_in", [])
         if spec.norm is not None:
@@ -162,14 +206,14 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
             stats = {name: load(ref[name], (rows,), rows_in & inside) for name in saved}
             n, stats = normalise(columns, m["x"], spec, stats, rows_in & inside)
             dy = m["dy"]
-            activated = [activate_and_slope(u, spec.activation) for u in affine(n, shared)]
+            activated = [activate_and_slope(u, spec.activation) for u in affine(n, m)]
             terms["shift"] = dy
             terms["scale"] = [d * a for d, (a, _) in zip(dy, activated, strict=True)]
             du = [d * (1 + scale) for d, scale in zip(dy, m["scale"], strict=True)]
             du = [d if slope is None else d * slope for d, (_, slope) in zip(du, activated, strict=True)]
             terms["weight"] = [d * a for d, a in zip(du, n, strict=True)]
             terms["bias"] = du
-            dn = [d * w for d, w in zip(du, shared["weight"], strict=True)] if "weight" in shared else du
+            dn = [d * w for d, w in zip(du, m["weight"], strict=True)] if "weight" in m else du
             along = columns.mean([d * a for d, a in zip(dn, n, strict=True)])
             back = [d - a * along for d, a in zip(dn, n, strict=True)]
             if spec.norm == "layer":
@@ -193,36 +237,24 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
         ]
 
     zeros = [[jnp.zeros((tiles.step, tiles.block), jnp.float32) for _ in columns] for _ in summed]
-    sums = fold_steps(tile, tiles.rows, tiles.step, load_rows, body, zeros, ahead=tiles.ahead)
-    if summed:
-        whole = (tile.start == tile.lo) & (tile.end == tile.hi) & inside
-        is_whole, is_part, at_tile = (jnp.broadcast_to(v, (1, 1)) for v in (whole, jnp.logical_not(whole), t))
-        for name, chunks in zip(summed, sums, strict=True):
-            value = [jnp.sum(chunk, axis=0, keepdims=True) for chunk in chunks]
-            # The sum of a sequence of one tile is complete; a second kernel adds the parts of longer ones in order.
-            columns.store(ref[f"d{name}"], tile.clipped, is_whole, value)
-            columns.store(ref[f"parts_{name}"], at_tile, is_part, value)
-        starts = ref["sequences"].shape[0]
-        at, in_starts = (jnp.broadcast_to(value, (1,)) for value in (jnp.minimum(t, starts - 1), t < starts))
-        store(ref["sequences"], (at,), tile.sequence, in_starts)
+    return fold_steps(tile, tiles.rows, tiles.step, load_rows, body, zeros, ahead=tiles.ahead)
 
 
-def _sums_kernel(ref: dict, *, names: tuple[str, ...], T: int, rows: int):
-    parts, offsets_ref, sequences_ref = [ref[f"parts_{name}"] for name in names], ref["offsets"], ref["sequences"]
-    B, D, starts = offsets_ref.shape[0] - 1, parts[0].shape[1], sequences_ref.shape[0]
-    program, columns = pl.program_id(0), pl.program_id(1) * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)[None, :]
-    by_sequence = starts >= B
-    sequence = program if by_sequence else plgpu.load(sequences_ref.at[program])
-    inside = (sequence >= 0) & (sequence < B)
-    sequence = jnp.clip(sequence, 0, B - 1)
-    lo, hi = run_bounds(offsets_ref, sequence + 1, T)
-    first = ceil_div(lo, rows)
-    tiles = jnp.maximum(ceil_div(hi, rows) - first, 0)  # after the head
-    has_head = (first * rows > lo).astype(jnp.int32)
-    # With more sequences than multiples of `rows`, a program takes the sequence whose first multiple is its own.
-    mine = inside if by_sequence else inside & (first == program)
+def _sums_kernel(ref: dict, *, names: tuple[str, ...], T: int, rows: int, width: int, few: int):
+    parts, offsets_ref = [ref[f"parts_{name}"] for name in names], ref["offsets"]
+    B, D, programs = offsets_ref.shape[0] - 1, parts[0].shape[1], program_count(T, rows)
+    program, columns = pl.program_id(0), pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)[None, :]
+    by_sequence = programs > B
+    run = program + 1 if by_sequence else run_of(offsets_ref, program * rows)
+    inside = (run >= 1) & (run <= B)
+    sequence = jnp.clip(run - 1, 0, B - 1)
+    lo, hi = run_bounds(offsets_ref, run, T)
+    head = lo // rows  # the program that has its first rows
+    tiles = (hi - 1) // rows - head  # after the first one
+    # With more sequences than programs, a program here takes the sequence whose second tile is its own.
+    mine = inside & (hi > lo) & (tiles > 0) & (by_sequence | (head + 1 == program))
 
-    @pl.when(mine & (tiles + has_head > 1))
+    @pl.when(mine)
     def _():
         columns_in = columns < D
 
@@ -230,15 +262,16 @@ def _sums_kernel(ref: dict, *, names: tuple[str, ...], T: int, rows: int):
             def step(i, blocks):
                 row = begin + i * height + jnp.arange(height, dtype=jnp.int32)[:, None]
                 mask = (row < tiles) & columns_in
-                return [b + load(part, (first + row, columns), mask) for b, part in zip(blocks, parts, strict=True)]
+                return [b + load(part, (head + 1 + row, columns), mask) for b, part in zip(blocks, parts, strict=True)]
 
-            blocks = lax.fori_loop(0, steps, step, [jnp.zeros((height, _COLUMNS), jnp.float32) for _ in parts])
+            blocks = lax.fori_loop(0, steps, step, [jnp.zeros((height, width), jnp.float32) for _ in parts])
             return [s + jnp.sum(b, axis=0, keepdims=True) for s, b in zip(sums, blocks, strict=True)]
 
-        head, whole = jnp.broadcast_to(starts + sequence, (1, 1)), tiles // _MANY
-        sums = [load(part, (head, columns), jnp.broadcast_to(has_head > 0, (1, 1)) & columns_in) for part in parts]
-        sums = add(0, _MANY, whole, sums)
-        sums = add(whole * _MANY, _FEW, ceil_div(tiles - whole * _MANY, _FEW), sums)
+        sums = [load(part, (jnp.broadcast_to(programs + head, (1, 1)), columns), columns_in) for part in parts]
+        many = 4 * few
+        whole = tiles // many
+        sums = add(0, many, whole, sums)
+        sums = add(whole * many, few, (tiles - whole * many + few - 1) // few, sums)
         for name, s in zip(names, sums, strict=True):
             store(ref[f"d{name}"], (jnp.broadcast_to(sequence, (1, 1)), columns), s, columns_in)
 
@@ -249,23 +282,25 @@ def _finish_sums(
     """d<name> [B, D] of each name, with the parts of sequences of several tiles added up.
 
     Args:
-      results: of `_bwd_kernel`: d<name>, parts_<name> [tiles, D], and `sequences` int32 [cdiv(T, rows)], the sequence
-        of each row that is a multiple of `rows`.
+      results: of `_bwd_kernel`: d<name>, and parts_<name> [2 programs, D]: of tiles that start before their program,
+        then of sequences' first tiles.
     """
-    done, starts = {name: results[f"d{name}"] for name in names}, results["sequences"]
+    done = {name: results[f"d{name}"] for name in names}
     parts = {f"parts_{name}": results[f"parts_{name}"] for name in names}
-    B, D = done[names[0]].shape
+    (B, D), programs = done[names[0]].shape, program_count(T, rows)
+    # Few sequences: few columns a program, so that there are many programs.
+    width, few = (64, 16) if min(B, programs) < 64 else (1024, 1)
     return launch_named(
-        functools.partial(_sums_kernel, names=names, T=T, rows=rows),
-        {"offsets": offsets, "sequences": starts, **parts, **done},
+        functools.partial(_sums_kernel, names=names, T=T, rows=rows, width=width, few=few),
+        {"offsets": offsets, **parts, **done},
         {f"d{name}": out_struct((B, D), x.dtype, like=x) for name, x in done.items()},
-        grid=(min(B, starts.shape[0]), pl.cdiv(D, _COLUMNS)),
+        grid=(min(B, programs), pl.cdiv(D, width)),
         warps=4,
         interpret=interpret,
         name="adaln_sums",
         flops=sum(part.size for part in parts.values()),
         # What the backward has written to the results' memory is not read.
-        bytes_accessed=bytes_of(offsets, starts, *parts.values(), *done.values()),
+        bytes_accessed=bytes_of(offsets, *parts.values(), *done.values()),
         aliases={name: f"d{name}" for name in names},
     )
 
@@ -293,13 +328,12 @@ def backward_pallas(
     unread = ("shift", "x") if spec.norm is None else ("shift",)
     operands = {name: value for name, value in given.items() if name not in unread} | {"dy": dy, "dx_in": dx_in} | stats
 
-    count = tile_count(T, B, tiles.rows)
+    count = program_count(T, tiles.rows)
     out = {"dx": ((T, D), x.dtype)} if spec.norm is not None else {}
     out |= {"dh": ((T, D), given["h"].dtype)} if "h" in given else {}
     out |= {f"d{name}": ((T, D), value.dtype) for name, value in modulation.items()} if spec.per_row else {}
     out |= {f"d{name}": ((B, D), dtype) for name, dtype in sums.items()}
-    out |= {f"parts_{name}": ((count, D), f32) for name in sums}
-    out |= {"sequences": ((pl.cdiv(T, tiles.rows),), jnp.dtype("int32"))} if sums else {}
+    out |= {f"parts_{name}": ((2 * count, D), f32) for name in sums}
     results = launch_named(
         functools.partial(_bwd_kernel, summed=tuple(sums), spec=spec, tiles=tiles),
         operands,

@@ -74,6 +74,7 @@ class Tiles:
     block: int
     warps: int
     ahead: bool = False
+    reload: bool = False
 
     def __post_init__(self):
         check_fields(self, "rows", "step", "block", power_of_2=True)

@@ -154,7 +154,7 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
         sums = _bwd_tile(ref, tile, summed=summed, spec=spec, tiles=tiles)
         # The sum of a sequence of one program is complete; a second kernel adds the parts of others in order.
         whole = (tile.start == tile.lo) & (tile.end == tile.hi)
-        at = p + jnp.where(tile.start == tile.lo, programs, 0)
+        at = p + programs * (tile.start == tile.lo).astype(jnp.int32)
         is_whole, is_part, at = (
             jnp.broadcast_to(v, (1, 1)) for v in (whole & tile.inside, jnp.logical_not(whole) & tile.inside, at)
         )
@@ -191,19 +191,26 @@ def _bwd_tile(ref: dict, tile: Tile, *, summed: tuple[str, ...], spec: Spec, til
     columns, inside = Columns(_width(ref, spec), tiles.block), tile.inside
     shared = {} if tiles.reload else load_shared(ref, spec, tile, columns)
 
-    def load_rows(rows, rows_in):
+    saved = [name for name in STATS.get(spec.norm, ()) if name in ref]
+    late = ("h", "dx_in") if tiles.late else ()
+
+    def load_rows(rows, rows_in, only=lambda name: name not in late):
         # Of an outside row only the cotangent that passes through is read: x, dy and h are zero, and so is every term.
-        loaded = {name: columns.load(ref[name], rows, rows_in & inside) for name in ("x", "dy", "h") if name in ref}
+        loaded = {
+            name: columns.load(ref[name], rows, rows_in & inside) for name in ("x", "dy", "h") if name in ref and only(name)
+        }
+        if only("x"):
+            loaded |= {name: [load(ref[name], (rows,), rows_in & inside)] for name in saved}
         passed = ("dx_in", *(MODULATION if spec.per_row else ()))
-        return loaded | {name: columns.load(ref[name], rows, rows_in) for name in passed if name in ref}
+        return loaded | {name: columns.load(ref[name], rows, rows_in) for name in passed if name in ref and only(name)}
 
     def body(rows, rows_in, loaded, sums):
+        loaded = loaded | (load_rows(rows, rows_in, only=lambda name: name in late) if late else {})
         m = (load_shared(ref, spec, tile, columns) if tiles.reload else shared) | {name: widen(chunks) for name, chunks in loaded.items()}
         terms: dict[str, Chunks] = {}
         dx = m.get("dx_in", [])
         if spec.norm is not None:
-            saved = [name for name in STATS[spec.norm] if name in ref]
-            stats = {name: load(ref[name], (rows,), rows_in & inside) for name in saved}
+            stats = {name: m[name][0] for name in saved}
             n, stats = normalise(columns, m["x"], spec, stats, rows_in & inside)
             dy = m["dy"]
             activated = [activate_and_slope(u, spec.activation) for u in affine(n, m)]

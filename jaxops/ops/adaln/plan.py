@@ -75,6 +75,7 @@ class Tiles:
     warps: int
     ahead: bool = False
     reload: bool = False
+    late: bool = False
 
     def __post_init__(self):
         check_fields(self, "rows", "step", "block", power_of_2=True)

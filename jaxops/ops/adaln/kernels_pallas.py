@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.numerics.activations import activate_and_slope
 from jaxops._lib.numerics.fp8 import BLOCK, FP8, quantize_blocks
 from jaxops._lib.pallas.launch_pallas import launch_named
@@ -20,6 +21,7 @@ from jaxops._lib.pallas.ragged_rows_pallas import (
     Chunks,
     Columns,
     Tile,
+    ceil_div,
     fold_steps,
     for_tiles,
     program_count,
@@ -32,9 +34,7 @@ from jaxops._lib.planning.traced_once import traced_once
 from jaxops.ops.adaln.plan import STATS, Arrays, Spec, Tiles
 
 MODULATION = ("gate", "scale", "shift")
-# Of the sums: few columns a program, so that one sequence of all rows has many programs, which add _MANY parts a step,
-# the last ones _FEW a step.
-_COLUMNS, _MANY, _FEW = 64, 64, 16
+_PARTS = 4096  # numbers of each sum that a program of `_sums_kernel` loads at a time
 
 
 def normalise(
@@ -87,14 +87,14 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
 
 def _fwd_tile(ref: dict, tile: Tile, *, spec: Spec, tiles: Tiles, save_stats: bool):
     columns, inside = Columns(ref["x"].shape[1], tiles.block), tile.inside
-    shared = {} if tiles.reload else load_shared(ref, spec, tile, columns)
+    shared = load_shared(ref, spec, tile, columns)
     of_rows = [name for name in ("x", "h", *(MODULATION if spec.per_row else ())) if name in ref]
 
     def load_rows(rows, rows_in):
         return {name: columns.load(ref[name], rows, rows_in) for name in of_rows}
 
     def body(rows, rows_in, loaded, carry):
-        m = (load_shared(ref, spec, tile, columns) if tiles.reload else shared) | {name: widen(chunks) for name, chunks in loaded.items()}
+        m = shared | {name: widen(chunks) for name, chunks in loaded.items()}
         x = m["x"]
         if "gate" in ref:
             # Rounded before the statistics: y is adaln of the new residual as stored. Outside rows keep their residual.
@@ -107,7 +107,7 @@ def _fwd_tile(ref: dict, tile: Tile, *, spec: Spec, tiles: Tiles, save_stats: bo
             n, stats = normalise(columns, x, spec, {})
             for name in STATS[spec.norm] if save_stats else ():
                 store(ref[name], (rows,), stats[name], rows_in)
-            a = [activate_and_slope(u, spec.activation)[0] for u in affine(n, m)]
+            a = [activate_and_slope(u, spec.activation)[0] for u in affine(n, shared)]
             modulated = zip(a, m["scale"], m["shift"], strict=True)
             y = [jnp.where(inside, b * (1 + scale) + shift, 0.0) for b, scale, shift in modulated]
             if "y_scales" in ref:
@@ -147,80 +147,69 @@ def forward_pallas(
 
 
 def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles):
-    T = ref["dx_in" if spec.norm is None else "x"].shape[0]
-    p, programs, columns = pl.program_id(0), program_count(T, tiles.rows), Columns(_width(ref, spec), tiles.block)
+    T, D = ref["dx_in" if spec.norm is None else "x"].shape
+    p, programs, columns = pl.program_id(0), program_count(T, tiles.rows), Columns(D, tiles.block)
 
-    def one(tile: Tile):
-        sums = _bwd_tile(ref, tile, summed=summed, spec=spec, tiles=tiles)
-        # The sum of a sequence of one program is complete; a second kernel adds the parts of others in order.
-        whole = (tile.start == tile.lo) & (tile.end == tile.hi)
-        at = p + programs * (tile.start == tile.lo).astype(jnp.int32)
+    def of_tile(tile: Tile):
+        sums = _fold_tile(ref, tile, columns, summed=summed, spec=spec, tiles=tiles)
+        # A sequence's sum is complete where one program has all of its rows. Else another kernel adds the parts.
+        starts, ends = tile.start == tile.lo, tile.end == tile.hi
+        whole, part = starts & ends & tile.inside, jnp.logical_not(starts & ends) & tile.inside
         is_whole, is_part, at = (
-            jnp.broadcast_to(v, (1, 1)) for v in (whole & tile.inside, jnp.logical_not(whole) & tile.inside, at)
+            jnp.broadcast_to(v, (1, 1)) for v in (whole, part, p + programs * starts.astype(jnp.int32))
         )
         for name, chunks in zip(summed, sums, strict=True):
             value = [jnp.sum(chunk, axis=0, keepdims=True) for chunk in chunks]
             columns.store(ref[f"d{name}"], tile.clipped, is_whole, value)
             columns.store(ref[f"parts_{name}"], at, is_part, value)
 
-    for_tiles(ref["offsets"], p, T, tiles.rows, one)
-    names = [f"d{name}" for name in summed if name in MODULATION or True]
-
-    def zero_empty(i, _):
+    def zero_if_empty(i, _):
         sequence = p + i * programs
         lo, hi = run_bounds(ref["offsets"], sequence + 1, T)
-        at, empty = (jnp.broadcast_to(v, (1, 1)) for v in (sequence, (sequence < B) & (lo == hi)))
 
         @pl.when((sequence < B) & (lo == hi))
         def _():
-            for name in names:
-                columns.store(ref[name], at, empty, [jnp.zeros((1, tiles.block), jnp.float32) for _ in columns])
+            at, zero = jnp.broadcast_to(sequence, (1, 1)), [jnp.zeros((1, tiles.block), jnp.float32) for _ in columns]
+            for name in summed:
+                columns.store(ref[f"d{name}"], at, None, zero)
 
         return 0
 
-    B = ref["offsets"].shape[0] - 1
+    for_tiles(ref["offsets"], p, T, tiles.rows, of_tile)
     if summed:
-        lax.fori_loop(0, pl.cdiv(B, programs), zero_empty, 0)
+        B = ref["offsets"].shape[0] - 1
+        lax.fori_loop(0, pl.cdiv(B, programs), zero_if_empty, 0)
 
 
-def _width(ref: dict, spec: Spec) -> int:
-    return ref["dx_in" if spec.norm is None else "x"].shape[1]
-
-
-def _bwd_tile(ref: dict, tile: Tile, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles) -> list[Chunks]:
-    columns, inside = Columns(_width(ref, spec), tiles.block), tile.inside
-    shared = {} if tiles.reload else load_shared(ref, spec, tile, columns)
-
+def _fold_tile(
+    ref: dict, tile: Tile, columns: Columns, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles
+) -> list[Chunks]:
+    """Stores the gradients of a tile's rows; returns the sums over them, [step, block] arrays for each of `summed`."""
+    inside, shared = tile.inside, load_shared(ref, spec, tile, columns)
     saved = [name for name in STATS.get(spec.norm, ()) if name in ref]
-    late = ("h", "dx_in") if tiles.late else ()
 
-    def load_rows(rows, rows_in, only=lambda name: name not in late):
+    def load_rows(rows, rows_in):
         # Of an outside row only the cotangent that passes through is read: x, dy and h are zero, and so is every term.
-        loaded = {
-            name: columns.load(ref[name], rows, rows_in & inside) for name in ("x", "dy", "h") if name in ref and only(name)
-        }
-        if only("x"):
-            loaded |= {name: [load(ref[name], (rows,), rows_in & inside)] for name in saved}
+        loaded = {name: columns.load(ref[name], rows, rows_in & inside) for name in ("x", "dy", "h") if name in ref}
+        loaded |= {name: [load(ref[name], (rows,), rows_in & inside)] for name in saved}
         passed = ("dx_in", *(MODULATION if spec.per_row else ()))
-        return loaded | {name: columns.load(ref[name], rows, rows_in) for name in passed if name in ref and only(name)}
+        return loaded | {name: columns.load(ref[name], rows, rows_in) for name in passed if name in ref}
 
     def body(rows, rows_in, loaded, sums):
-        loaded = loaded | (load_rows(rows, rows_in, only=lambda name: name in late) if late else {})
-        m = (load_shared(ref, spec, tile, columns) if tiles.reload else shared) | {name: widen(chunks) for name, chunks in loaded.items()}
+        m = shared | {name: widen(chunks) for name, chunks in loaded.items()}
         terms: dict[str, Chunks] = {}
         dx = m.get("dx_in", [])
         if spec.norm is not None:
-            stats = {name: m[name][0] for name in saved}
-            n, stats = normalise(columns, m["x"], spec, stats, rows_in & inside)
+            n, stats = normalise(columns, m["x"], spec, {name: m[name][0] for name in saved}, rows_in & inside)
             dy = m["dy"]
-            activated = [activate_and_slope(u, spec.activation) for u in affine(n, m)]
+            activated = [activate_and_slope(u, spec.activation) for u in affine(n, shared)]
             terms["shift"] = dy
             terms["scale"] = [d * a for d, (a, _) in zip(dy, activated, strict=True)]
             du = [d * (1 + scale) for d, scale in zip(dy, m["scale"], strict=True)]
             du = [d if slope is None else d * slope for d, (_, slope) in zip(du, activated, strict=True)]
             terms["weight"] = [d * a for d, a in zip(du, n, strict=True)]
             terms["bias"] = du
-            dn = [d * w for d, w in zip(du, m["weight"], strict=True)] if "weight" in m else du
+            dn = [d * w for d, w in zip(du, shared["weight"], strict=True)] if "weight" in shared else du
             along = columns.mean([d * a for d, a in zip(dn, n, strict=True)])
             back = [d - a * along for d, a in zip(dn, n, strict=True)]
             if spec.norm == "layer":
@@ -247,40 +236,31 @@ def _bwd_tile(ref: dict, tile: Tile, *, summed: tuple[str, ...], spec: Spec, til
     return fold_steps(tile, tiles.rows, tiles.step, load_rows, body, zeros, ahead=tiles.ahead)
 
 
-def _sums_kernel(ref: dict, *, names: tuple[str, ...], T: int, rows: int, width: int, few: int):
+def _sums_kernel(ref: dict, *, names: tuple[str, ...], T: int, rows: int, width: int):
     parts, offsets_ref = [ref[f"parts_{name}"] for name in names], ref["offsets"]
     B, D, programs = offsets_ref.shape[0] - 1, parts[0].shape[1], program_count(T, rows)
     program, columns = pl.program_id(0), pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)[None, :]
     by_sequence = programs > B
     run = program + 1 if by_sequence else run_of(offsets_ref, program * rows)
-    inside = (run >= 1) & (run <= B)
-    sequence = jnp.clip(run - 1, 0, B - 1)
     lo, hi = run_bounds(offsets_ref, run, T)
-    head = lo // rows  # the program that has its first rows
-    tiles = (hi - 1) // rows - head  # after the first one
+    first = lax.div(lo, jnp.int32(rows))  # the program with the sequence's first rows
+    others = ceil_div(hi, rows) - first - 1
     # With more sequences than programs, a program here takes the sequence whose second tile is its own.
-    mine = inside & (hi > lo) & (tiles > 0) & (by_sequence | (head + 1 == program))
+    mine = (run >= 1) & (run <= B) & (hi > lo) & (others > 0)
 
-    @pl.when(mine)
+    @pl.when(mine if by_sequence else mine & (first + 1 == program))
     def _():
-        columns_in = columns < D
+        columns_in, height = columns < D, _PARTS // width
 
-        def add(begin, height, steps, sums):
-            def step(i, blocks):
-                row = begin + i * height + jnp.arange(height, dtype=jnp.int32)[:, None]
-                mask = (row < tiles) & columns_in
-                return [b + load(part, (head + 1 + row, columns), mask) for b, part in zip(blocks, parts, strict=True)]
+        def add(i, sums):
+            row = i * height + jnp.arange(height, dtype=jnp.int32)[:, None]
+            blocks = [load(part, (first + 1 + row, columns), (row < others) & columns_in) for part in parts]
+            return [s + jnp.sum(block, axis=0, keepdims=True) for s, block in zip(sums, blocks, strict=True)]
 
-            blocks = lax.fori_loop(0, steps, step, [jnp.zeros((height, width), jnp.float32) for _ in parts])
-            return [s + jnp.sum(b, axis=0, keepdims=True) for s, b in zip(sums, blocks, strict=True)]
-
-        sums = [load(part, (jnp.broadcast_to(programs + head, (1, 1)), columns), columns_in) for part in parts]
-        many = 4 * few
-        whole = tiles // many
-        sums = add(0, many, whole, sums)
-        sums = add(whole * many, few, (tiles - whole * many + few - 1) // few, sums)
+        at, sequence = (jnp.broadcast_to(v, (1, 1)) for v in (programs + first, run - 1))
+        sums = lax.fori_loop(0, ceil_div(others, height), add, [load(part, (at, columns), columns_in) for part in parts])
         for name, s in zip(names, sums, strict=True):
-            store(ref[f"d{name}"], (jnp.broadcast_to(sequence, (1, 1)), columns), s, columns_in)
+            store(ref[f"d{name}"], (sequence, columns), s, columns_in)
 
 
 def _finish_sums(
@@ -295,14 +275,13 @@ def _finish_sums(
     done = {name: results[f"d{name}"] for name in names}
     parts = {f"parts_{name}": results[f"parts_{name}"] for name in names}
     (B, D), programs = done[names[0]].shape, program_count(T, rows)
-    # Few sequences: few columns a program, so that there are many programs.
-    width, few = (64, 16) if min(B, programs) < 64 else (1024, 1)
+    width = min(512, max(32, power_of_2(D * min(B, programs) // 1024)))
     return launch_named(
-        functools.partial(_sums_kernel, names=names, T=T, rows=rows, width=width, few=few),
+        functools.partial(_sums_kernel, names=names, T=T, rows=rows, width=width),
         {"offsets": offsets, **parts, **done},
         {f"d{name}": out_struct((B, D), x.dtype, like=x) for name, x in done.items()},
         grid=(min(B, programs), pl.cdiv(D, width)),
-        warps=4,
+        warps=8,
         interpret=interpret,
         name="adaln_sums",
         flops=sum(part.size for part in parts.values()),

@@ -42,8 +42,11 @@ class Tile:
     clipped: jax.Array  # [1, 1]: the sequence, clipped to 0 to B - 1
 
 
-def for_tiles(offsets_ref, program: jax.Array, T: int, rows: int, body: Callable[[Tile], None]) -> None:
-    """Calls body for the tiles of rows program * rows to (program + 1) * rows: one for each sequence with rows there.
+def fold_tiles(
+    offsets_ref, program: jax.Array, T: int, rows: int, body: Callable[[Tile, Any], Any], carry: Any = 0
+) -> None:
+    """Folds body(tile, carry) over the tiles of rows program * rows to (program + 1) * rows: one for each sequence with
+    rows there.
 
     Equal numbers of rows, so equal work, whatever the lengths: a program searches its first sequence only, and takes
     the next ones as they follow. Empty sequences have no tile.
@@ -51,7 +54,7 @@ def for_tiles(offsets_ref, program: jax.Array, T: int, rows: int, body: Callable
     B, last = offsets_ref.shape[0] - 1, jnp.minimum((program + 1) * rows, T)
 
     def one(state):
-        run, start = state
+        run, start, carry = state
         lo, hi = run_bounds(offsets_ref, run, T)
         # Offsets that break the contract must not make the loop endless.
         end = jnp.where(hi > start, jnp.minimum(hi, last), last)
@@ -59,11 +62,12 @@ def for_tiles(offsets_ref, program: jax.Array, T: int, rows: int, body: Callable
         inside = (sequence >= 0) & (sequence < B)
         following = jnp.minimum(run + 1, B + 1)
         found = (end >= last) | (run_bounds(offsets_ref, following, T)[1] > end)
-        body(Tile(sequence, start, end, lo, hi, inside, jnp.broadcast_to(jnp.clip(sequence, 0, B - 1), (1, 1))))
-        return lax.cond(found, lambda: following, lambda: run_of(offsets_ref, end)), end
+        tile = Tile(sequence, start, end, lo, hi, inside, jnp.broadcast_to(jnp.clip(sequence, 0, B - 1), (1, 1)))
+        carry = body(tile, carry)
+        return lax.cond(found, lambda: following, lambda: run_of(offsets_ref, end)), end, carry
 
     first = program * rows
-    lax.while_loop(lambda state: state[1] < last, one, (run_of(offsets_ref, first), first))
+    lax.while_loop(lambda state: state[1] < last, one, (run_of(offsets_ref, first), first, carry))
 
 
 def run_bounds(offsets_ref, run: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
@@ -121,29 +125,30 @@ def widen(values: Chunks) -> Chunks:
     return [value.astype(jnp.float32) for value in values]
 
 
-def fold_steps(
-    tile: Tile, rows: int, step: int, load: Callable, body: Callable, carry: Any, *, ahead: bool = False
-) -> Any:
-    """Folds body(number [step, 1], their mask, load(number, mask), carry) over the rows of a tile of at most `rows`.
+def step_rows(start: jax.Array, step: int, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[step, 1]: numbers of the rows from start on, and which of them are before end."""
+    number = (start + jnp.arange(step, dtype=jnp.int32))[:, None]
+    return number, number < end
 
-    ahead: a step's rows are loaded during the step before.
+
+def fold_steps(tile: Tile, step: int, load: Callable, body: Callable, carry: Any, loaded: Any = None) -> Any:
+    """Folds body(numbers [step, 1], their mask, load(numbers, mask), carry) over a tile's rows.
+
+    loaded: load of the tile's first step, from before; then each step is loaded during the one before it, and the result
+    is (load of the step after the tile, carry). That has numbers from tile.end on: the mask is load's own.
     """
-
-    def rows_of(i):
-        number = (tile.start + i * step + jnp.arange(step, dtype=jnp.int32))[:, None]
-        return number, number < tile.end
+    steps = ceil_div(tile.end - tile.start, step)
 
     def one(i, carry):
-        return body(*rows_of(i), load(*rows_of(i)), carry)
+        rows = step_rows(tile.start + i * step, step, tile.end)
+        return body(*rows, load(*rows), carry)
 
     def one_ahead(i, loaded_and_carry):
         loaded, carry = loaded_and_carry
-        following = load(*rows_of(i + 1))  # in flight during this step; past the end all rows are masked
-        return following, body(*rows_of(i), loaded, carry)
+        at = tile.start + i * step
+        following = load(*step_rows(jnp.minimum(at + step, tile.end), step, tile.end))  # in flight during this step
+        return following, body(*step_rows(at, step, tile.end), loaded, carry)
 
-    if step == rows:
-        return one(0, carry)
-    steps = ceil_div(tile.end - tile.start, step)
-    if ahead:
-        return lax.fori_loop(0, steps, one_ahead, (load(*rows_of(0)), carry))[1]
-    return lax.fori_loop(0, steps, one, carry)
+    if loaded is None:
+        return lax.fori_loop(0, steps, one, carry)
+    return lax.fori_loop(0, steps, one_ahead, (loaded, carry))

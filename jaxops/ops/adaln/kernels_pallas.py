@@ -23,10 +23,11 @@ from jaxops._lib.pallas.ragged_rows_pallas import (
     Tile,
     ceil_div,
     fold_steps,
-    for_tiles,
+    fold_tiles,
     program_count,
     run_bounds,
     run_of,
+    step_rows,
     widen,
 )
 from jaxops._lib.planning.costs import bytes_of
@@ -80,44 +81,53 @@ def _operations(spec: Spec, gated: bool) -> int:
 
 
 def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
-    T, D = ref["x"].shape
-    one = functools.partial(_fwd_tile, ref, spec=spec, tiles=tiles, save_stats=save_stats)
-    for_tiles(ref["offsets"], pl.program_id(0), T, tiles.rows, one)
-
-
-def _fwd_tile(ref: dict, tile: Tile, *, spec: Spec, tiles: Tiles, save_stats: bool):
-    columns, inside = Columns(ref["x"].shape[1], tiles.block), tile.inside
-    shared = load_shared(ref, spec, tile, columns)
+    (T, D), program = ref["x"].shape, pl.program_id(0)
+    columns, first = Columns(D, tiles.block), program * tiles.rows
     of_rows = [name for name in ("x", "h", *(MODULATION if spec.per_row else ())) if name in ref]
+    last = jnp.minimum(first + tiles.rows, T)
 
-    def load_rows(rows, rows_in):
-        return {name: columns.load(ref[name], rows, rows_in) for name in of_rows}
+    def load_rows(rows, _):
+        return {name: columns.load(ref[name], rows, rows < last) for name in of_rows}
 
-    def body(rows, rows_in, loaded, carry):
-        m = shared | {name: widen(chunks) for name, chunks in loaded.items()}
-        x = m["x"]
-        if "gate" in ref:
-            # Rounded before the statistics: y is adaln of the new residual as stored. Outside rows keep their residual.
-            x = [
-                jnp.where(inside, a + g * b, a).astype(ref["x"].dtype).astype(jnp.float32)
-                for a, g, b in zip(x, m["gate"], m["h"], strict=True)
-            ]
-            columns.store(ref["residual"], rows, rows_in, x)
-        if spec.norm is not None:
-            n, stats = normalise(columns, x, spec, {})
-            for name in STATS[spec.norm] if save_stats else ():
-                store(ref[name], (rows,), stats[name], rows_in)
-            a = [activate_and_slope(u, spec.activation)[0] for u in affine(n, shared)]
-            modulated = zip(a, m["scale"], m["shift"], strict=True)
-            y = [jnp.where(inside, b * (1 + scale) + shift, 0.0) for b, scale, shift in modulated]
-            if "y_scales" in ref:
-                y, scales = zip(*(quantize_blocks(chunk, ref["y"].dtype) for chunk in y), strict=True)
-                blocks = dataclasses.replace(columns, D=ref["y_scales"].shape[0], block=tiles.block // BLOCK)
-                blocks.store(ref["y_scales"], rows, rows_in, scales, transposed=True)
-            columns.store(ref["y"], rows, rows_in, y)
-        return carry
+    def of_tile(tile: Tile, loaded):
+        body = functools.partial(_fwd_step, ref, tile, columns, load_shared(ref, spec, tile, columns))
+        body = functools.partial(body, spec=spec, tiles=tiles, save_stats=save_stats)
+        if tiles.ahead:
+            return fold_steps(tile, tiles.step, load_rows, body, 0, loaded)[0]
+        return fold_steps(tile, tiles.step, load_rows, body, 0)
 
-    fold_steps(tile, tiles.rows, tiles.step, load_rows, body, 0, ahead=tiles.ahead)
+    # The first rows are in flight during the search for their sequence.
+    loaded = load_rows(*step_rows(first, tiles.step, last)) if tiles.ahead else 0
+    fold_tiles(ref["offsets"], program, T, tiles.rows, of_tile, loaded)
+
+
+def _fwd_step(
+    ref: dict, tile: Tile, columns: Columns, shared: dict[str, Chunks], rows, rows_in, loaded, carry, *, spec: Spec,
+    tiles: Tiles, save_stats: bool,
+):  # fmt: skip
+    inside = tile.inside
+    m = shared | {name: widen(chunks) for name, chunks in loaded.items()}
+    x = m["x"]
+    if "gate" in ref:
+        # Rounded before the statistics: y is adaln of the new residual as stored. Outside rows keep their residual.
+        x = [
+            jnp.where(inside, a + g * b, a).astype(ref["x"].dtype).astype(jnp.float32)
+            for a, g, b in zip(x, m["gate"], m["h"], strict=True)
+        ]
+        columns.store(ref["residual"], rows, rows_in, x)
+    if spec.norm is not None:
+        n, stats = normalise(columns, x, spec, {})
+        for name in STATS[spec.norm] if save_stats else ():
+            store(ref[name], (rows,), stats[name], rows_in)
+        a = [activate_and_slope(u, spec.activation)[0] for u in affine(n, shared)]
+        modulated = zip(a, m["scale"], m["shift"], strict=True)
+        y = [jnp.where(inside, b * (1 + scale) + shift, 0.0) for b, scale, shift in modulated]
+        if "y_scales" in ref:
+            y, scales = zip(*(quantize_blocks(chunk, ref["y"].dtype) for chunk in y), strict=True)
+            blocks = dataclasses.replace(columns, D=ref["y_scales"].shape[0], block=tiles.block // BLOCK)
+            blocks.store(ref["y_scales"], rows, rows_in, scales, transposed=True)
+        columns.store(ref["y"], rows, rows_in, y)
+    return carry
 
 
 @traced_once("spec", "tiles", "save_stats", "interpret")
@@ -150,7 +160,7 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
     T, D = ref["dx_in" if spec.norm is None else "x"].shape
     p, programs, columns = pl.program_id(0), program_count(T, tiles.rows), Columns(D, tiles.block)
 
-    def of_tile(tile: Tile):
+    def of_tile(tile: Tile, _):
         sums = _fold_tile(ref, tile, columns, summed=summed, spec=spec, tiles=tiles)
         # A sequence's sum is complete where one program has all of its rows. Else another kernel adds the parts.
         starts, ends = tile.start == tile.lo, tile.end == tile.hi
@@ -162,6 +172,7 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
             value = [jnp.sum(chunk, axis=0, keepdims=True) for chunk in chunks]
             columns.store(ref[f"d{name}"], tile.clipped, is_whole, value)
             columns.store(ref[f"parts_{name}"], at, is_part, value)
+        return 0
 
     def zero_if_empty(i, _):
         sequence = p + i * programs
@@ -175,7 +186,7 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
 
         return 0
 
-    for_tiles(ref["offsets"], p, T, tiles.rows, of_tile)
+    fold_tiles(ref["offsets"], p, T, tiles.rows, of_tile)
     if summed:
         B = ref["offsets"].shape[0] - 1
         lax.fori_loop(0, pl.cdiv(B, programs), zero_if_empty, 0)
@@ -233,7 +244,11 @@ def _fold_tile(
         ]
 
     zeros = [[jnp.zeros((tiles.step, tiles.block), jnp.float32) for _ in columns] for _ in summed]
-    return fold_steps(tile, tiles.rows, tiles.step, load_rows, body, zeros, ahead=tiles.ahead)
+    if tiles.ahead:
+        return fold_steps(
+            tile, tiles.step, load_rows, body, zeros, load_rows(*step_rows(tile.start, tiles.step, tile.end))
+        )[1]
+    return fold_steps(tile, tiles.step, load_rows, body, zeros)
 
 
 def _sums_kernel(ref: dict, *, names: tuple[str, ...], T: int, rows: int, width: int):
@@ -258,7 +273,9 @@ def _sums_kernel(ref: dict, *, names: tuple[str, ...], T: int, rows: int, width:
             return [s + jnp.sum(block, axis=0, keepdims=True) for s, block in zip(sums, blocks, strict=True)]
 
         at, sequence = (jnp.broadcast_to(v, (1, 1)) for v in (programs + first, run - 1))
-        sums = lax.fori_loop(0, ceil_div(others, height), add, [load(part, (at, columns), columns_in) for part in parts])
+        sums = lax.fori_loop(
+            0, ceil_div(others, height), add, [load(part, (at, columns), columns_in) for part in parts]
+        )
         for name, s in zip(names, sums, strict=True):
             store(ref[f"d{name}"], (sequence, columns), s, columns_in)
 

@@ -43,7 +43,7 @@ class Tile:
 
 
 def fold_tiles(
-    offsets_ref, program: jax.Array, T: int, rows: int, body: Callable[[Tile, Any], Any], carry: Any = 0
+    offsets_ref, program: jax.Array, T: int, rows: int, body: Callable[[Tile, Any], Any], carry: Any = ()
 ) -> None:
     """Folds body(tile, carry) over the tiles of rows program * rows to (program + 1) * rows: one for each sequence with
     rows there.

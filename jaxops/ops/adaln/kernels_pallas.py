@@ -93,11 +93,11 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
         body = functools.partial(_fwd_step, ref, tile, columns, load_shared(ref, spec, tile, columns))
         body = functools.partial(body, spec=spec, tiles=tiles, save_stats=save_stats)
         if tiles.ahead:
-            return fold_steps(tile, tiles.step, load_rows, body, 0, loaded)[0]
-        return fold_steps(tile, tiles.step, load_rows, body, 0)
+            return fold_steps(tile, tiles.step, load_rows, body, (), loaded)[0]
+        return fold_steps(tile, tiles.step, load_rows, body, ())
 
     # The first rows are in flight during the search for their sequence.
-    loaded = load_rows(*step_rows(first, tiles.step, last)) if tiles.ahead else 0
+    loaded = load_rows(*step_rows(first, tiles.step, last)) if tiles.ahead else ()
     fold_tiles(ref["offsets"], program, T, tiles.rows, of_tile, loaded)
 
 
@@ -172,9 +172,9 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
             value = [jnp.sum(chunk, axis=0, keepdims=True) for chunk in chunks]
             columns.store(ref[f"d{name}"], tile.clipped, is_whole, value)
             columns.store(ref[f"parts_{name}"], at, is_part, value)
-        return 0
+        return ()
 
-    def zero_if_empty(i, _):
+    def zero_if_empty(i, carry):
         sequence = p + i * programs
         lo, hi = run_bounds(ref["offsets"], sequence + 1, T)
 
@@ -184,12 +184,12 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
             for name in summed:
                 columns.store(ref[f"d{name}"], at, None, zero)
 
-        return 0
+        return carry
 
     fold_tiles(ref["offsets"], p, T, tiles.rows, of_tile)
     if summed:
         B = ref["offsets"].shape[0] - 1
-        lax.fori_loop(0, pl.cdiv(B, programs), zero_if_empty, 0)
+        lax.fori_loop(0, pl.cdiv(B, programs), zero_if_empty, ())
 
 
 def _fold_tile(

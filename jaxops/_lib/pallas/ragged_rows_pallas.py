@@ -110,7 +110,7 @@ class Columns:
         return [load(ref, (columns,), columns_in) for columns, columns_in in self]
 
     def store(
-        self, ref, rows: jax.Array, rows_in: jax.Array, values: Sequence[jax.Array], transposed: bool = False
+        self, ref, rows: jax.Array, rows_in: jax.Array | None, values: Sequence[jax.Array], transposed: bool = False
     ) -> None:
         """Stores into ref [T, D], or ref [D, T] if transposed."""
         for (columns, columns_in), value in zip(self, values, strict=True):
@@ -134,8 +134,8 @@ def step_rows(start: jax.Array, step: int, end: jax.Array) -> tuple[jax.Array, j
 def fold_steps(tile: Tile, step: int, load: Callable, body: Callable, carry: Any, loaded: Any = None) -> Any:
     """Folds body(numbers [step, 1], their mask, load(numbers, mask), carry) over a tile's rows.
 
-    loaded: load of the tile's first step, from before; then each step is loaded during the one before it, and the result
-    is (load of the step after the tile, carry). That has numbers from tile.end on: the mask is load's own.
+    loaded: load of the first step. Then each step is loaded during the one before it, and the result is (load of the
+    step from tile.end on, carry): `load` may have rows of the next tile, as its mask here is false.
     """
     steps = ceil_div(tile.end - tile.start, step)
 

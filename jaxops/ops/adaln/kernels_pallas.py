@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.arrays.manual_axes import out_struct
 from jaxops._lib.arrays.powers import power_of_2
@@ -90,8 +89,12 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
         return {name: columns.load(ref[name], rows, rows < last) for name in of_rows}
 
     def of_tile(tile: Tile, loaded):
-        body = functools.partial(_fwd_step, ref, tile, columns, load_shared(ref, spec, tile, columns))
-        body = functools.partial(body, spec=spec, tiles=tiles, save_stats=save_stats)
+        step = functools.partial(_fwd_step, ref, tile, columns, load_shared(ref, spec, tile, columns))
+
+        def body(rows, rows_in, loaded, carry):
+            step(rows, rows_in, loaded, spec, save_stats)
+            return carry
+
         if tiles.ahead:
             return fold_steps(tile, tiles.step, load_rows, body, (), loaded)[0]
         return fold_steps(tile, tiles.step, load_rows, body, ())
@@ -102,9 +105,9 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
 
 
 def _fwd_step(
-    ref: dict, tile: Tile, columns: Columns, shared: dict[str, Chunks], rows, rows_in, loaded, carry, *, spec: Spec,
-    tiles: Tiles, save_stats: bool,
-):  # fmt: skip
+    ref: dict, tile: Tile, columns: Columns, shared: dict[str, Chunks], rows, rows_in, loaded, spec: Spec,
+    save_stats: bool,
+) -> None:  # fmt: skip
     inside = tile.inside
     m = shared | {name: widen(chunks) for name, chunks in loaded.items()}
     x = m["x"]
@@ -124,10 +127,9 @@ def _fwd_step(
         y = [jnp.where(inside, b * (1 + scale) + shift, 0.0) for b, scale, shift in modulated]
         if "y_scales" in ref:
             y, scales = zip(*(quantize_blocks(chunk, ref["y"].dtype) for chunk in y), strict=True)
-            blocks = dataclasses.replace(columns, D=ref["y_scales"].shape[0], block=tiles.block // BLOCK)
+            blocks = dataclasses.replace(columns, D=ref["y_scales"].shape[0], block=columns.block // BLOCK)
             blocks.store(ref["y_scales"], rows, rows_in, scales, transposed=True)
         columns.store(ref["y"], rows, rows_in, y)
-    return carry
 
 
 @traced_once("spec", "tiles", "save_stats", "interpret")
@@ -197,7 +199,7 @@ def _fold_tile(
 ) -> list[Chunks]:
     """Stores the gradients of a tile's rows; returns the sums over them, [step, block] arrays for each of `summed`."""
     inside, shared = tile.inside, load_shared(ref, spec, tile, columns)
-    saved = [name for name in STATS.get(spec.norm, ()) if name in ref]
+    saved = [name for name in (STATS[spec.norm] if spec.norm else ()) if name in ref]
 
     def load_rows(rows, rows_in):
         # Of an outside row only the cotangent that passes through is read: x, dy and h are zero, and so is every term.

@@ -116,7 +116,7 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     return tiles if tiles is getattr(call.plan, pass_name) else _one_wave(pass_name, tiles, call.problem, call.device)
 
 
-# Registers of a thread for each of its columns, beside 16 (ptxas for sm_90, D 1024 to 8192, 6 to 32 columns a thread).
+# Registers of a thread for each of its columns, beside 16 (ptxas for sm_90, D 1024 to 8192, 8 to 32 columns a thread).
 _REGISTERS = {("fwd", False): 4, ("fwd", True): 7, ("bwd", False): 9, ("bwd", True): 12}
 
 
@@ -135,7 +135,7 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     if call.backend == "xla" or call.plan.save_stats is not None:
         return {"save_stats": call.plan.save_stats if call.backend != "xla" else None}
     # The backward is faster, for 1 % more forward: with a gate 5 to 7 %, at D 8192 23 %. Else saving gains nothing.
-    return {"save_stats": call.problem.D >= (2048 if call.problem.gated else 8192)}
+    return {"save_stats": (2048 if call.problem.gated else 8192) <= call.problem.D}
 
 
 def _block(D: int, most: int) -> int:
@@ -144,8 +144,8 @@ def _block(D: int, most: int) -> int:
 
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
-    """After measurements at D 1024 to 8192 (H200, 2026-11-21 and 28). A step is one row (several, where rows are short),
-    in 8 to 16 columns a thread. The next step is loaded ahead, but where its registers would be spilled."""
+    """After measurements at D 1024 to 8192 (H200, 2026-11-28). A step is one row (several, where rows are short), of
+    mostly 8 to 16 columns a thread. The next step is loaded ahead, but where registers would be spilled."""
     D, fwd = problem.D, pass_name == "fwd"
     columns = -(-D // (narrow := _block(D, 1024))) * narrow
     # Most columns of a thread: 16, with a gate 12 in bwd, which holds more of each.
@@ -154,12 +154,11 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     if 2048 < columns <= 2560 and not (fwd and problem.gated):
         warps = 4  # 8 % faster than 8
     block = _block(D, min(4096, max(1024, 256 * warps)))  # 8 columns a thread are a 16-byte load
-    ahead = fwd or not problem.gated or D <= 4096
     step = max(1, min(8, 512 // max(columns, 1)))
     if fwd and not problem.gated and 6144 < columns <= 8192:
-        step = 2  # registers for one program a multiprocessor: it loads two rows at a time
-    tiles = Tiles(1024, step, block, warps, ahead)
-    return _one_wave(pass_name, tiles, problem, device)
+        step = 2  # a multiprocessor has registers for one program, which loads two rows at a time
+    ahead = fwd or not problem.gated or D <= 4096
+    return _one_wave(pass_name, Tiles(step, step, block, warps, ahead), problem, device)
 
 
 def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> Iterator[Tiles]:
@@ -171,7 +170,7 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
         block = _block(problem.D, size)
         held = step * -(-problem.D // block) * block / (32 * warps)
         if 8 <= held <= most and block >= 128 * warps:
-            yield _one_wave(pass_name, Tiles(1024, step, block, warps, ahead), problem, device)
+            yield _one_wave(pass_name, Tiles(step, step, block, warps, ahead), problem, device)
 
 
 def _needs(problem: Problem) -> Capability:

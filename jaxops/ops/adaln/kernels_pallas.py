@@ -23,6 +23,7 @@ from jaxops._lib.pallas.ragged_rows_pallas import (
     ceil_div,
     fold_steps,
     fold_tiles,
+    in_pairs,
     program_count,
     run_bounds,
     run_of,
@@ -62,10 +63,10 @@ def normalise(
 
 
 def load_shared(ref: dict, spec: Spec, tile: Tile, columns: Columns) -> dict[str, Chunks]:
-    """The vectors, by name and in float32, of all of a tile's rows: its sequence's modulation, weight, bias."""
+    """The vectors, by name, of all of a tile's rows: its sequence's modulation, weight, bias."""
     names = [name for name in MODULATION if name in ref and not spec.per_row]
-    shared = {name: widen(columns.load(ref[name], tile.clipped)) for name in names}
-    return shared | {name: widen(columns.load_vector(ref[name])) for name in ("weight", "bias") if name in ref}
+    shared = {name: columns.load(ref[name], tile.clipped) for name in names}
+    return shared | {name: columns.load_vector(ref[name]) for name in ("weight", "bias") if name in ref}
 
 
 def affine(n: Chunks, shared: dict[str, Chunks]) -> Chunks:
@@ -79,7 +80,7 @@ def _operations(spec: Spec, gated: bool) -> int:
     return 2 * gated + 8 * (spec.norm is not None)
 
 
-def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
+def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool, interpret: bool):
     (T, D), program = ref["x"].shape, pl.program_id(0)
     columns, first = Columns(D, tiles.block), program * tiles.rows
     of_rows = [name for name in ("x", "h", *(MODULATION if spec.per_row else ())) if name in ref]
@@ -89,15 +90,16 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
         return {name: columns.load(ref[name], rows, rows < last) for name in of_rows}
 
     def of_tile(tile: Tile, loaded):
-        step = functools.partial(_fwd_step, ref, tile, columns, load_shared(ref, spec, tile, columns))
+        def body(rows, rows_in, loaded, shared):
+            vectors = {name: widen(chunks) for name, chunks in (shared | loaded).items()}
+            _fwd_step(ref, tile, columns, rows, rows_in, vectors, spec=spec, save_stats=save_stats)
+            return jax.tree.map(functools.partial(in_pairs, interpret=interpret), shared)
 
-        def body(rows, rows_in, loaded, carry):
-            step(rows, rows_in, loaded, spec, save_stats)
-            return carry
-
+        shared = load_shared(ref, spec, tile, columns)
         if tiles.ahead:
-            return fold_steps(tile, tiles.step, load_rows, body, (), loaded)[0]
-        return fold_steps(tile, tiles.step, load_rows, body, ())
+            return fold_steps(tile, tiles.step, load_rows, body, shared, loaded)[0]
+        fold_steps(tile, tiles.step, load_rows, body, shared)
+        return ()
 
     # The first rows are in flight during the search for their sequence.
     loaded = load_rows(*step_rows(first, tiles.step, last)) if tiles.ahead else ()
@@ -105,11 +107,10 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
 
 
 def _fwd_step(
-    ref: dict, tile: Tile, columns: Columns, shared: dict[str, Chunks], rows, rows_in, loaded, spec: Spec,
-    save_stats: bool,
-) -> None:  # fmt: skip
+    ref: dict, tile: Tile, columns: Columns, rows, rows_in, m: dict[str, Chunks], *, spec: Spec, save_stats: bool
+) -> None:
+    """Stores the results of a step's rows, of which m has operands and vectors."""
     inside = tile.inside
-    m = shared | {name: widen(chunks) for name, chunks in loaded.items()}
     x = m["x"]
     if "gate" in ref:
         # Rounded before the statistics: y is adaln of the new residual as stored. Outside rows keep their residual.
@@ -122,7 +123,7 @@ def _fwd_step(
         n, stats = normalise(columns, x, spec, {})
         for name in STATS[spec.norm] if save_stats else ():
             store(ref[name], (rows,), stats[name], rows_in)
-        a = [activate_and_slope(u, spec.activation)[0] for u in affine(n, shared)]
+        a = [activate_and_slope(u, spec.activation)[0] for u in affine(n, m)]
         modulated = zip(a, m["scale"], m["shift"], strict=True)
         y = [jnp.where(inside, b * (1 + scale) + shift, 0.0) for b, scale, shift in modulated]
         if "y_scales" in ref:
@@ -147,7 +148,7 @@ def forward_pallas(
         out["y"] = struct((T, D), jnp.dtype(spec.out_dtype))
         out |= dict.fromkeys(STATS[spec.norm] if save_stats else (), struct((T,), f32))
     return launch_named(
-        functools.partial(_fwd_kernel, spec=spec, tiles=tiles, save_stats=save_stats),
+        functools.partial(_fwd_kernel, spec=spec, tiles=tiles, save_stats=save_stats, interpret=interpret),
         arrays._asdict(),
         out,
         grid=(program_count(T, tiles.rows),),
@@ -198,7 +199,8 @@ def _fold_tile(
     ref: dict, tile: Tile, columns: Columns, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles
 ) -> list[Chunks]:
     """Stores the gradients of a tile's rows; returns the sums over them, [step, block] arrays for each of `summed`."""
-    inside, shared = tile.inside, load_shared(ref, spec, tile, columns)
+    inside = tile.inside
+    shared = {name: widen(chunks) for name, chunks in load_shared(ref, spec, tile, columns).items()}
     saved = [name for name in (STATS[spec.norm] if spec.norm else ()) if name in ref]
 
     def load_rows(rows, rows_in):

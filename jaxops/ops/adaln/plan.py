@@ -117,7 +117,7 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
 
 
 # Registers of a thread for each of its columns, beside 16 (ptxas for sm_90, D 1024 to 8192, 8 to 32 columns a thread).
-_REGISTERS = {("fwd", False): 4, ("fwd", True): 7, ("bwd", False): 9, ("bwd", True): 12}
+_REGISTERS = {("fwd", False): 3, ("fwd", True): 4, ("bwd", False): 9, ("bwd", True): 12}
 
 
 def _one_wave(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
@@ -155,8 +155,6 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         warps = 4  # 8 % faster than 8
     block = _block(D, min(4096, max(1024, 256 * warps)))  # 8 columns a thread are a 16-byte load
     step = max(1, min(8, 512 // max(columns, 1)))
-    if fwd and not problem.gated and 6144 < columns <= 8192:
-        step = 2  # a multiprocessor has registers for one program, which loads two rows at a time
     ahead = fwd or not problem.gated or D <= 4096
     return _one_wave(pass_name, Tiles(step, step, block, warps, ahead), problem, device)
 

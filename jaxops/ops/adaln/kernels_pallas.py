@@ -192,7 +192,7 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
     fold_tiles(ref["offsets"], p, T, tiles.rows, of_tile)
     if summed:
         B = ref["offsets"].shape[0] - 1
-        lax.fori_loop(0, pl.cdiv(B, programs), zero_if_empty, ())
+        lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(B, programs)), zero_if_empty, ())
 
 
 def _fold_tile(

@@ -117,7 +117,7 @@ def test_tiles_of_rows():
     assert (tiles("fwd", 64), tiles("fwd", 1024)) == (Tiles(8, 8, 64, 1, True), Tiles(8, 1, 1024, 1, True))
     assert (tiles("fwd", 2432), tiles("fwd", 2432, True)) == (Tiles(8, 1, 512, 4, True), Tiles(8, 1, 512, 8, True))
     assert tiles("fwd", 6144) == tiles("bwd", 6144) == Tiles(8, 1, 2048, 16, True)
-    assert (tiles("fwd", 8192), tiles("bwd", 8192)) == (Tiles(8, 1, 4096, 16, True), Tiles(8, 1, 4096, 16, True))
+    assert (tiles("fwd", 8192), tiles("bwd", 8192)) == (Tiles(8, 2, 4096, 16, True), Tiles(8, 1, 4096, 16, True))
     assert (tiles("bwd", 1024), tiles("bwd", 1024, True)) == (Tiles(8, 1, 1024, 2, True), Tiles(8, 1, 1024, 4, True))
     assert tiles("bwd", 6144, True) == Tiles(8, 1, 2048, 16)
 

@@ -125,16 +125,6 @@ def widen(values: Chunks) -> Chunks:
     return [value.astype(jnp.float32) for value in values]
 
 
-def in_pairs(value: jax.Array, interpret: bool) -> jax.Array:
-    """The same 16-bit numbers, but unknown to the compiler: what a loop carries through this is not widened once before
-    the loop, to twice the registers."""
-    if interpret or value.dtype.itemsize != 2:
-        return value
-    like = jax.ShapeDtypeStruct(value.shape, value.dtype)
-    how = {"constraints": "=r,r", "pack": 2, "result_shape_dtypes": [like]}
-    return plgpu.elementwise_inline_asm("mov.b32 $0, $1;", args=[value], **how)[0]
-
-
 def step_rows(start: jax.Array, step: int, end: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[step, 1]: numbers of the rows from start on, and which of them are before end."""
     number = (start + jnp.arange(step, dtype=jnp.int32))[:, None]

@@ -23,7 +23,6 @@ from jaxops._lib.pallas.ragged_rows_pallas import (
     ceil_div,
     fold_steps,
     fold_tiles,
-    in_pairs,
     program_count,
     run_bounds,
     run_of,
@@ -80,7 +79,7 @@ def _operations(spec: Spec, gated: bool) -> int:
     return 2 * gated + 8 * (spec.norm is not None)
 
 
-def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool, interpret: bool):
+def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
     (T, D), program = ref["x"].shape, pl.program_id(0)
     columns, first = Columns(D, tiles.block), program * tiles.rows
     of_rows = [name for name in ("x", "h", *(MODULATION if spec.per_row else ())) if name in ref]
@@ -90,16 +89,16 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool, interp
         return {name: columns.load(ref[name], rows, rows < last) for name in of_rows}
 
     def of_tile(tile: Tile, loaded):
-        def body(rows, rows_in, loaded, shared):
-            vectors = {name: widen(chunks) for name, chunks in (shared | loaded).items()}
-            _fwd_step(ref, tile, columns, rows, rows_in, vectors, spec=spec, save_stats=save_stats)
-            return jax.tree.map(functools.partial(in_pairs, interpret=interpret), shared)
+        shared = {name: widen(chunks) for name, chunks in load_shared(ref, spec, tile, columns).items()}
 
-        shared = load_shared(ref, spec, tile, columns)
+        def body(rows, rows_in, loaded, carry):
+            vectors = shared | {name: widen(chunks) for name, chunks in loaded.items()}
+            _fwd_step(ref, tile, columns, rows, rows_in, vectors, spec=spec, save_stats=save_stats)
+            return carry
+
         if tiles.ahead:
-            return fold_steps(tile, tiles.step, load_rows, body, shared, loaded)[0]
-        fold_steps(tile, tiles.step, load_rows, body, shared)
-        return ()
+            return fold_steps(tile, tiles.step, load_rows, body, (), loaded)[0]
+        return fold_steps(tile, tiles.step, load_rows, body, ())
 
     # The first rows are in flight during the search for their sequence.
     loaded = load_rows(*step_rows(first, tiles.step, last)) if tiles.ahead else ()
@@ -148,7 +147,7 @@ def forward_pallas(
         out["y"] = struct((T, D), jnp.dtype(spec.out_dtype))
         out |= dict.fromkeys(STATS[spec.norm] if save_stats else (), struct((T,), f32))
     return launch_named(
-        functools.partial(_fwd_kernel, spec=spec, tiles=tiles, save_stats=save_stats, interpret=interpret),
+        functools.partial(_fwd_kernel, spec=spec, tiles=tiles, save_stats=save_stats),
         arrays._asdict(),
         out,
         grid=(program_count(T, tiles.rows),),

@@ -116,19 +116,21 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     return tiles if tiles is getattr(call.plan, pass_name) else _one_wave(pass_name, tiles, call.problem, call.device)
 
 
-# Registers of a thread for each of its columns, beside 16 (ptxas for sm_90, D 1024 to 8192, 8 to 32 columns a thread).
-_REGISTERS = {("fwd", False): 3, ("fwd", True): 4, ("bwd", False): 9, ("bwd", True): 12}
-
-
 def _one_wave(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
-    """As many rows a program as make one wave: programs of equal rows start and end together, and a further wave would
-    cost a start and, in bwd, more parts of sums. docs/notes/2026-11-28_tiles_of_row_ops.md has the times."""
-    columns = tiles.step * -(-problem.D // tiles.block) * tiles.block / (32 * tiles.warps)
-    most = min(255, 2048 // tiles.warps)
-    registers = min(most, -(-int(16 + _REGISTERS[pass_name, problem.gated] * columns) // 8) * 8)
-    resident = min(32, 64 // tiles.warps, 2048 // (tiles.warps * registers))
-    rows = max(-(-problem.T // (device.cores * resident)), {"fwd": 4, "bwd": 16}[pass_name])
+    """As many rows a program as make one wave: 32 warps a multiprocessor in fwd, in bwd what its registers hold. Programs
+    of equal rows start and end together, and a further wave costs a start, in bwd more parts of sums too.
+    docs/notes/2026-11-28_tiles_of_row_ops.md has the times."""
+    programs = device.cores * (max(1, 32 // tiles.warps) if pass_name == "fwd" else _resident(tiles, problem))
+    rows = max(-(-problem.T // programs), {"fwd": 4, "bwd": 16}[pass_name])
     return dataclasses.replace(tiles, rows=-(-rows // tiles.step) * tiles.step)
+
+
+def _resident(tiles: Tiles, problem: Problem) -> int:
+    """Programs of bwd that a multiprocessor's registers hold. A thread has 16, and for each of its columns about 9,
+    with a gate 12 (ptxas for sm_90: D 1024 to 6144, in 6 to 24 columns a thread)."""
+    columns = tiles.step * -(-problem.D // tiles.block) * tiles.block / (32 * tiles.warps)
+    registers = min(256, -(-int(16 + (12 if problem.gated else 9) * columns) // 8) * 8)
+    return max(1, 65_536 // (32 * tiles.warps * registers))
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
@@ -155,6 +157,8 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         warps = 4  # 8 % faster than 8
     block = _block(D, min(4096, max(1024, 256 * warps)))  # 8 columns a thread are a 16-byte load
     step = max(1, min(8, 512 // max(columns, 1)))
+    if fwd and not problem.gated and 6144 < columns <= 8192:
+        step = 2  # a multiprocessor has registers for one program, which loads two rows at a time
     ahead = fwd or not problem.gated or D <= 4096
     return _one_wave(pass_name, Tiles(step, step, block, warps, ahead), problem, device)
 

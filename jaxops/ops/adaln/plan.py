@@ -117,8 +117,8 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
 
 
 def _one_wave(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
-    """As many rows a program as make one wave: 32 warps a multiprocessor in fwd, in bwd what its registers hold. Programs
-    of equal rows start and end together, and a further wave costs a start, in bwd more parts of sums too.
+    """As many rows a program as make one wave: 32 warps a multiprocessor in fwd, in bwd what registers hold. Programs
+    of equal rows end together, and a further wave costs a start, in bwd more parts of sums too.
     docs/notes/2026-11-28_tiles_of_row_ops.md has the times."""
     programs = device.cores * (max(1, 32 // tiles.warps) if pass_name == "fwd" else _resident(tiles, problem))
     rows = max(-(-problem.T // programs), {"fwd": 4, "bwd": 16}[pass_name])

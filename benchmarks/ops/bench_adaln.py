@@ -1,6 +1,6 @@
 """AdaLN over packed sequences, alone and after a gated residual, beside plain JAX and torch.compile.
 
-python -m benchmarks adaln                    # everything: 4 shapes, 12 distributions, 2 ops, fwd and fwd+bwd
+python -m benchmarks adaln                    # everything: 9 shapes, 18 distributions, 2 ops, fwd and fwd+bwd
 python -m benchmarks adaln --shapes t65536_d3072 --dists unequal --ops adaln --passes fwd,bwd --peers xla
 python -m benchmarks adaln --smoke --out /tmp/x    # tiny shapes, every code path, CPU too
 
@@ -81,7 +81,8 @@ def measure(run: harness.Run, shape: PackedShape, rows: Named, op: str, pass_nam
         makers = run.sides("pallas", ready_jax, op, pass_name, programs.setdefault(own.B, {}), inputs, offsets)
         if pass_name != "bwd":  # torch.compile's is timed together with its forward only
             makers |= run.torch_side(TORCH, row, LIMITS, sequences=shape.B)
-        run.measure("pallas", row, makers, "gbps", own.moved_bytes(op, pass_name))
+        moved = own.moved_bytes(op, pass_name, vector_itemsize=inputs["scale"].dtype.itemsize)
+        run.measure("pallas", row, makers, "gbps", moved)
 
 
 main = command(

@@ -259,8 +259,8 @@ class PackedShape:
         """With the number of sequences of the distribution: "many" and "single" have their own."""
         return dataclasses.replace(self, B=len(sequence_lengths(dist, self.B, self.T)))
 
-    def moved_bytes(self, op: str, pass_name: str, itemsize: int = 2) -> int:
-        """The fewest bytes of a pass, all tensors of one itemsize: [T, D] tensors, then [B, D] ones.
+    def moved_bytes(self, op: str, pass_name: str, itemsize: int = 2, vector_itemsize: int = 2) -> int:
+        """The fewest bytes of a pass: [T, D] tensors of itemsize, and [B, D] ones, gradients too, of vector_itemsize.
 
         adaln fwd: x, y; scale, shift. bwd: x, dy, dx; scale, dscale, dshift. gated_residual_adaln fwd: residual, h, new
         residual, y; gate, scale, shift. bwd: new residual, h, the cotangents of both results, dresidual, dh; gate,
@@ -268,7 +268,7 @@ class PackedShape:
         any cache in the backward.
         """
         tensors, vectors = _MOVED[op, pass_name]
-        return itemsize * self.D * (tensors * self.T + vectors * self.B)
+        return self.D * (itemsize * tensors * self.T + vector_itemsize * vectors * self.B)
 
 
 _MOVED = {
@@ -290,6 +290,8 @@ PACKED = by_name(
     PackedShape("t20011_d2432", 20011, 2432, 7),
     PackedShape("t30011_d1152", 30011, 1152, 7),
     PackedShape("t24001_d1536", 24001, 1536, 128),
+    PackedShape("t9001_d6144", 9001, 6144, 300),
+    PackedShape("t4801_d8192", 4801, 8192, 100, ("unequal", "many")),
 )
 
 

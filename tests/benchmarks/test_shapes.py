@@ -173,6 +173,7 @@ def test_bytes_are_those_of_every_input_and_output():
     assert packed.moved_bytes("adaln", "fwd+bwd") == 5 * rows + 4 * vectors
     assert packed.moved_bytes("gated_residual_adaln", "fwd") == 4 * rows + 3 * vectors
     assert packed.moved_bytes("gated_residual_adaln", "fwd+bwd") == 10 * rows + 6 * vectors
+    assert packed.moved_bytes("adaln", "fwd", vector_itemsize=4) == 2 * rows + 2 * 2 * vectors
     assert packed.of_dist("many").moved_bytes("adaln", "fwd") == 2 * rows + 64 * 2 * vectors
     permuted, T, R, row = shapes_moe.PERMUTES["qwen3_30b_t4096"], 4096, 8 * 4096, 2 * 2048
     assert permuted.moved_bytes("permute", "fwd") == permuted.moved_bytes("permute", "bwd") == row * (T + R) + 4 * R

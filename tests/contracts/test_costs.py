@@ -177,12 +177,12 @@ BY_HAND: dict[str, tuple[Callable, tuple, list[tuple]]] = {
     "widened": (lambda x: quantize(x).values, (shape(IN_ONE, 4096),), [
         ("quantize_cast", 3 * IN_ONE * 4096, 3 * IN_ONE * 4096 + 4 * IN_ONE * 32),
     ]),
-    # 4,096 bytes an array of rows, 128 a modulation, 12 the offsets; 7 tiles may have parts of the sums of scale and
-    # shift: 896 bytes of each; and the sequence of each multiple of 16 rows. Forward: 8 operations an element, with a
-    # gate 10. Backward: three times as many.
+    # 4,096 bytes an array of rows, 128 a modulation, 12 the offsets; 4 programs may have two parts each of the sums of
+    # scale and shift: 1,024 bytes of each. Forward: 8 operations an element, with a gate 10. Backward: three times as
+    # many.
     "adaln": (gradients(modulate), MODULATED, [
         ("adaln_fwd", 8 * 2_048), ("adaln_bwd", 24 * 2_048),
-        ("adaln_sums", 2 * 7 * 32, 12 + 16 + 2 * 896 + 2 * 128),
+        ("adaln_sums", 2 * 8 * 32, 12 + 2 * 1_024 + 2 * 128),
     ]),
     "combine": (combine, (shape(16, 16), ROUTING.weights, ROUTING), [("combine", 2 * 256), ("combine_bwd", 3 * 256)]),
 }  # fmt: skip

@@ -17,7 +17,7 @@ POWER = "power of two"
 WRONG = [
     (route, {"rows": 12}, POWER), (route, {"step": 0}, POWER), (route, {"step": 32}, r"at most Tiles\.rows=16"),
     (permute, {"rows": 12}, POWER), (permute, {"block": 0}, POWER), (permute, {"choices": 3}, POWER),
-    (adaln, {"rows": 0}, POWER), (adaln, {"step": 3}, POWER), (adaln, {"step": -1}, POWER),
+    (adaln, {"rows": 0}, "at least 1"), (adaln, {"step": 3}, POWER), (adaln, {"step": -1}, POWER),
     (adaln, {"block": 100}, POWER), (adaln, {"step": 32}, r"at most Tiles\.rows=16"),
     (packed_attention, {"bq": 24}, "power of two and at least 16"), (packed_attention, {"bk": 8}, "at least 16"),
     (packed_attention, {"warps": 16}, "at most 8"), (packed_attention, {"stages": 0}, ""),

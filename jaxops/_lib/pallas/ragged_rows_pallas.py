@@ -19,9 +19,9 @@ _WIDTH = 128  # offsets that one step of the search for a row's sequence compare
 Chunks = list[jax.Array]  # one [step or 1, block] array for each `block` columns
 
 
-def tile_count(T: int, B: int, rows: int) -> int:
-    """Tiles, which are programs: one for each multiple of `rows`, and the heads of all runs but the first."""
-    return pl.cdiv(T, rows) + B + 1
+def program_count(T: int, rows: int) -> int:
+    """Programs of `rows` rows each, whatever sequences these are in."""
+    return pl.cdiv(T, rows)
 
 
 def ceil_div(count: jax.Array, size: int) -> jax.Array:
@@ -31,12 +31,7 @@ def ceil_div(count: jax.Array, size: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Rows start to end of one sequence (-1 and B: of the rows before and after all), whose rows are lo to hi.
-
-    A sequence is cut at the multiples of `rows`: first its head, up to the first multiple, then a tile from each
-    multiple on. So a program finds its tile without counting those before: tile t < cdiv(T, rows) starts at row t *
-    rows; after these come the heads, one a sequence, most of them short or empty.
-    """
+    """Rows start to end of one sequence (-1 and B: of the rows before and after all), whose rows are lo to hi."""
 
     sequence: jax.Array
     start: jax.Array
@@ -47,24 +42,39 @@ class Tile:
     clipped: jax.Array  # [1, 1]: the sequence, clipped to 0 to B - 1
 
 
-def find_tile(offsets_ref, t: jax.Array, T: int, rows: int) -> Tile:
-    starts, B = pl.cdiv(T, rows), offsets_ref.shape[0] - 1
-    is_head = t >= starts
-    run = lax.cond(is_head, lambda: t - starts + 1, lambda: _run_of(offsets_ref, t * rows))
-    lo, hi = run_bounds(offsets_ref, run, T)
-    first = ceil_div(lo, rows) * rows
-    start = jnp.where(is_head, lo, t * rows)
-    end = jnp.minimum(hi, jnp.where(is_head, first, start + rows))
-    sequence = run - 1
-    inside = (sequence >= 0) & (sequence < B)
-    return Tile(sequence, start, end, lo, hi, inside, jnp.broadcast_to(jnp.clip(sequence, 0, B - 1), (1, 1)))
+def fold_tiles(
+    offsets_ref, program: jax.Array, T: int, rows: int, body: Callable[[Tile, Any], Any], carry: Any = ()
+) -> None:
+    """Folds body(tile, carry) over the tiles of rows program * rows to (program + 1) * rows: one for each sequence with
+    rows there.
+
+    Equal numbers of rows, so equal work, whatever the lengths: a program searches its first sequence only, and takes
+    the next ones as they follow. Empty sequences have no tile.
+    """
+    B, last = offsets_ref.shape[0] - 1, jnp.minimum((program + 1) * rows, T)
+
+    def one(state):
+        run, start, carry = state
+        lo, hi = run_bounds(offsets_ref, run, T)
+        # Offsets that break the contract must not make the loop endless.
+        end = jnp.where(hi > start, jnp.minimum(hi, last), last)
+        sequence = run - 1
+        inside = (sequence >= 0) & (sequence < B)
+        following = jnp.minimum(run + 1, B + 1)
+        found = (end >= last) | (run_bounds(offsets_ref, following, T)[1] > end)
+        tile = Tile(sequence, start, end, lo, hi, inside, jnp.broadcast_to(jnp.clip(sequence, 0, B - 1), (1, 1)))
+        carry = body(tile, carry)
+        return lax.cond(found, lambda: following, lambda: run_of(offsets_ref, end)), end, carry
+
+    first = program * rows
+    lax.while_loop(lambda state: state[1] < last, one, (run_of(offsets_ref, first), first, carry))
 
 
 def run_bounds(offsets_ref, run: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
     return runs(lambda i: plgpu.load(offsets_ref.at[i]), run, offsets_ref.shape[0] - 1, T)
 
 
-def _run_of(offsets_ref, row: jax.Array) -> jax.Array:
+def run_of(offsets_ref, row: jax.Array) -> jax.Array:
     """The run of a row: the number of offsets <= row. A search that compares _WIDTH offsets a step."""
     count = offsets_ref.shape[0]
     first, span = jnp.int32(0) * row, count
@@ -100,7 +110,7 @@ class Columns:
         return [load(ref, (columns,), columns_in) for columns, columns_in in self]
 
     def store(
-        self, ref, rows: jax.Array, rows_in: jax.Array, values: Sequence[jax.Array], transposed: bool = False
+        self, ref, rows: jax.Array, rows_in: jax.Array | None, values: Sequence[jax.Array], transposed: bool = False
     ) -> None:
         """Stores into ref [T, D], or ref [D, T] if transposed."""
         for (columns, columns_in), value in zip(self, values, strict=True):
@@ -115,29 +125,30 @@ def widen(values: Chunks) -> Chunks:
     return [value.astype(jnp.float32) for value in values]
 
 
-def fold_steps(
-    tile: Tile, rows: int, step: int, load: Callable, body: Callable, carry: Any, *, ahead: bool = False
-) -> Any:
-    """Folds body(number [step, 1], their mask, load(number, mask), carry) over the rows of a tile of at most `rows`.
+def step_rows(start: jax.Array, step: int, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[step, 1]: numbers of the rows from start on, and which of them are before end."""
+    number = (start + jnp.arange(step, dtype=jnp.int32))[:, None]
+    return number, number < end
 
-    ahead: a step's rows are loaded during the step before.
+
+def fold_steps(tile: Tile, step: int, load: Callable, body: Callable, carry: Any, loaded: Any = None) -> Any:
+    """Folds body(numbers [step, 1], their mask, load(numbers, mask), carry) over a tile's rows.
+
+    loaded: load of the first step. Then each step is loaded during the one before it, and the result is (load of the
+    step from tile.end on, carry): `load` may have rows of the next tile, as its mask here is false.
     """
-
-    def rows_of(i):
-        number = (tile.start + i * step + jnp.arange(step, dtype=jnp.int32))[:, None]
-        return number, number < tile.end
+    steps = ceil_div(tile.end - tile.start, step)
 
     def one(i, carry):
-        return body(*rows_of(i), load(*rows_of(i)), carry)
+        rows = step_rows(tile.start + i * step, step, tile.end)
+        return body(*rows, load(*rows), carry)
 
     def one_ahead(i, loaded_and_carry):
         loaded, carry = loaded_and_carry
-        following = load(*rows_of(i + 1))  # in flight during this step; past the end all rows are masked
-        return following, body(*rows_of(i), loaded, carry)
+        at = tile.start + i * step
+        following = load(*step_rows(jnp.minimum(at + step, tile.end), step, tile.end))  # in flight during this step
+        return following, body(*step_rows(at, step, tile.end), loaded, carry)
 
-    if step == rows:
-        return one(0, carry)
-    steps = ceil_div(tile.end - tile.start, step)
-    if ahead:
-        return lax.fori_loop(0, steps, one_ahead, (load(*rows_of(0)), carry))[1]
-    return lax.fori_loop(0, steps, one, carry)
+    if loaded is None:
+        return lax.fori_loop(0, steps, one, carry)
+    return lax.fori_loop(0, steps, one_ahead, (loaded, carry))

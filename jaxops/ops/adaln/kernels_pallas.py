@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.numerics.activations import activate_and_slope
 from jaxops._lib.numerics.fp8 import BLOCK, FP8, quantize_blocks
 from jaxops._lib.pallas.launch_pallas import launch_named
@@ -21,10 +21,12 @@ from jaxops._lib.pallas.ragged_rows_pallas import (
     Columns,
     Tile,
     ceil_div,
-    find_tile,
     fold_steps,
+    fold_tiles,
+    program_count,
     run_bounds,
-    tile_count,
+    run_of,
+    step_rows,
     widen,
 )
 from jaxops._lib.planning.costs import bytes_of
@@ -32,9 +34,7 @@ from jaxops._lib.planning.traced_once import traced_once
 from jaxops.ops.adaln.plan import STATS, Arrays, Spec, Tiles
 
 MODULATION = ("gate", "scale", "shift")
-# Of the sums: few columns a program, so that one sequence of all rows has many programs, which add _MANY parts a step,
-# the last ones _FEW a step.
-_COLUMNS, _MANY, _FEW = 64, 64, 16
+_PARTS = 4096  # numbers of each sum that a program of `_sums_kernel` loads at a time
 
 
 def normalise(
@@ -62,10 +62,10 @@ def normalise(
 
 
 def load_shared(ref: dict, spec: Spec, tile: Tile, columns: Columns) -> dict[str, Chunks]:
-    """The vectors, by name and in float32, of all of a tile's rows: its sequence's modulation, weight, bias."""
+    """The vectors, by name, of all of a tile's rows: its sequence's modulation, weight, bias."""
     names = [name for name in MODULATION if name in ref and not spec.per_row]
-    shared = {name: widen(columns.load(ref[name], tile.clipped)) for name in names}
-    return shared | {name: widen(columns.load_vector(ref[name])) for name in ("weight", "bias") if name in ref}
+    shared = {name: columns.load(ref[name], tile.clipped) for name in names}
+    return shared | {name: columns.load_vector(ref[name]) for name in ("weight", "bias") if name in ref}
 
 
 def affine(n: Chunks, shared: dict[str, Chunks]) -> Chunks:
@@ -80,39 +80,56 @@ def _operations(spec: Spec, gated: bool) -> int:
 
 
 def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles, save_stats: bool):
-    T, D = ref["x"].shape
-    tile, columns = find_tile(ref["offsets"], pl.program_id(0), T, tiles.rows), Columns(D, tiles.block)
-    inside, shared = tile.inside, load_shared(ref, spec, tile, columns)
+    (T, D), program = ref["x"].shape, pl.program_id(0)
+    columns, first = Columns(D, tiles.block), program * tiles.rows
     of_rows = [name for name in ("x", "h", *(MODULATION if spec.per_row else ())) if name in ref]
+    last = jnp.minimum(first + tiles.rows, T)
 
-    def load_rows(rows, rows_in):
-        return {name: columns.load(ref[name], rows, rows_in) for name in of_rows}
+    def load_rows(rows, _):
+        return {name: columns.load(ref[name], rows, rows < last) for name in of_rows}
 
-    def body(rows, rows_in, loaded, carry):
-        m = shared | {name: widen(chunks) for name, chunks in loaded.items()}
-        x = m["x"]
-        if "gate" in ref:
-            # Rounded before the statistics: y is adaln of the new residual as stored. Outside rows keep their residual.
-            x = [
-                jnp.where(inside, a + g * b, a).astype(ref["x"].dtype).astype(jnp.float32)
-                for a, g, b in zip(x, m["gate"], m["h"], strict=True)
-            ]
-            columns.store(ref["residual"], rows, rows_in, x)
-        if spec.norm is not None:
-            n, stats = normalise(columns, x, spec, {})
-            for name in STATS[spec.norm] if save_stats else ():
-                store(ref[name], (rows,), stats[name], rows_in)
-            a = [activate_and_slope(u, spec.activation)[0] for u in affine(n, shared)]
-            modulated = zip(a, m["scale"], m["shift"], strict=True)
-            y = [jnp.where(inside, b * (1 + scale) + shift, 0.0) for b, scale, shift in modulated]
-            if "y_scales" in ref:
-                y, scales = zip(*(quantize_blocks(chunk, ref["y"].dtype) for chunk in y), strict=True)
-                blocks = dataclasses.replace(columns, D=ref["y_scales"].shape[0], block=tiles.block // BLOCK)
-                blocks.store(ref["y_scales"], rows, rows_in, scales, transposed=True)
-            columns.store(ref["y"], rows, rows_in, y)
-        return carry
+    def of_tile(tile: Tile, loaded):
+        shared = {name: widen(chunks) for name, chunks in load_shared(ref, spec, tile, columns).items()}
 
-    fold_steps(tile, tiles.rows, tiles.step, load_rows, body, 0, ahead=tiles.ahead)
+        def body(rows, rows_in, loaded, carry):
+            vectors = shared | {name: widen(chunks) for name, chunks in loaded.items()}
+            _fwd_step(ref, tile, columns, rows, rows_in, vectors, spec=spec, save_stats=save_stats)
+            return carry
+
+        if tiles.ahead:
+            return fold_steps(tile, tiles.step, load_rows, body, (), loaded)[0]
+        return fold_steps(tile, tiles.step, load_rows, body, ())
+
+    # The first rows are in flight during the search for their sequence.
+    loaded = load_rows(*step_rows(first, tiles.step, last)) if tiles.ahead else ()
+    fold_tiles(ref["offsets"], program, T, tiles.rows, of_tile, loaded)
+
+
+def _fwd_step(
+    ref: dict, tile: Tile, columns: Columns, rows, rows_in, m: dict[str, Chunks], *, spec: Spec, save_stats: bool
+) -> None:
+    """Stores the results of a step's rows, of which m has operands and vectors."""
+    inside = tile.inside
+    x = m["x"]
+    if "gate" in ref:
+        # Rounded before the statistics: y is adaln of the new residual as stored. Outside rows keep their residual.
+        x = [
+            jnp.where(inside, a + g * b, a).astype(ref["x"].dtype).astype(jnp.float32)
+            for a, g, b in zip(x, m["gate"], m["h"], strict=True)
+        ]
+        columns.store(ref["residual"], rows, rows_in, x)
+    if spec.norm is not None:
+        n, stats = normalise(columns, x, spec, {})
+        for name in STATS[spec.norm] if save_stats else ():
+            store(ref[name], (rows,), stats[name], rows_in)
+        a = [activate_and_slope(u, spec.activation)[0] for u in affine(n, m)]
+        modulated = zip(a, m["scale"], m["shift"], strict=True)
+        y = [jnp.where(inside, b * (1 + scale) + shift, 0.0) for b, scale, shift in modulated]
+        if "y_scales" in ref:
+            y, scales = zip(*(quantize_blocks(chunk, ref["y"].dtype) for chunk in y), strict=True)
+            blocks = dataclasses.replace(columns, D=ref["y_scales"].shape[0], block=columns.block // BLOCK)
+            blocks.store(ref["y_scales"], rows, rows_in, scales, transposed=True)
+        columns.store(ref["y"], rows, rows_in, y)
 
 
 @traced_once("spec", "tiles", "save_stats", "interpret")
@@ -133,7 +150,7 @@ def forward_pallas(
         functools.partial(_fwd_kernel, spec=spec, tiles=tiles, save_stats=save_stats),
         arrays._asdict(),
         out,
-        grid=(tile_count(T, arrays.offsets.shape[0] - 1, tiles.rows),),
+        grid=(program_count(T, tiles.rows),),
         warps=tiles.warps,
         interpret=interpret,
         name="adaln_fwd" if spec.norm is not None else "gated_residual_fwd",
@@ -143,13 +160,52 @@ def forward_pallas(
 
 def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles):
     T, D = ref["dx_in" if spec.norm is None else "x"].shape
-    t = pl.program_id(0)
-    tile, columns = find_tile(ref["offsets"], t, T, tiles.rows), Columns(D, tiles.block)
-    inside, shared = tile.inside, load_shared(ref, spec, tile, columns)
+    p, programs, columns = pl.program_id(0), program_count(T, tiles.rows), Columns(D, tiles.block)
+
+    def of_tile(tile: Tile, _):
+        sums = _fold_tile(ref, tile, columns, summed=summed, spec=spec, tiles=tiles)
+        # A sequence's sum is complete where one program has all of its rows. Else another kernel adds the parts.
+        starts, ends = tile.start == tile.lo, tile.end == tile.hi
+        whole, part = starts & ends & tile.inside, jnp.logical_not(starts & ends) & tile.inside
+        is_whole, is_part, at = (
+            jnp.broadcast_to(v, (1, 1)) for v in (whole, part, p + programs * starts.astype(jnp.int32))
+        )
+        for name, chunks in zip(summed, sums, strict=True):
+            value = [jnp.sum(chunk, axis=0, keepdims=True) for chunk in chunks]
+            columns.store(ref[f"d{name}"], tile.clipped, is_whole, value)
+            columns.store(ref[f"parts_{name}"], at, is_part, value)
+        return ()
+
+    def zero_if_empty(i, carry):
+        sequence = p + i * programs
+        lo, hi = run_bounds(ref["offsets"], sequence + 1, T)
+
+        @pl.when((sequence < B) & (lo == hi))
+        def _():
+            at, zero = jnp.broadcast_to(sequence, (1, 1)), [jnp.zeros((1, tiles.block), jnp.float32) for _ in columns]
+            for name in summed:
+                columns.store(ref[f"d{name}"], at, None, zero)
+
+        return carry
+
+    fold_tiles(ref["offsets"], p, T, tiles.rows, of_tile)
+    if summed:
+        B = ref["offsets"].shape[0] - 1
+        lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(B, programs)), zero_if_empty, ())
+
+
+def _fold_tile(
+    ref: dict, tile: Tile, columns: Columns, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles
+) -> list[Chunks]:
+    """Stores the gradients of a tile's rows; returns the sums over them, [step, block] arrays for each of `summed`."""
+    inside = tile.inside
+    shared = {name: widen(chunks) for name, chunks in load_shared(ref, spec, tile, columns).items()}
+    saved = [name for name in (STATS[spec.norm] if spec.norm else ()) if name in ref]
 
     def load_rows(rows, rows_in):
         # Of an outside row only the cotangent that passes through is read: x, dy and h are zero, and so is every term.
         loaded = {name: columns.load(ref[name], rows, rows_in & inside) for name in ("x", "dy", "h") if name in ref}
+        loaded |= {name: [load(ref[name], (rows,), rows_in & inside)] for name in saved}
         passed = ("dx_in", *(MODULATION if spec.per_row else ()))
         return loaded | {name: columns.load(ref[name], rows, rows_in) for name in passed if name in ref}
 
@@ -158,9 +214,7 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
         terms: dict[str, Chunks] = {}
         dx = m.get("dx_in", [])
         if spec.norm is not None:
-            saved = [name for name in STATS[spec.norm] if name in ref]
-            stats = {name: load(ref[name], (rows,), rows_in & inside) for name in saved}
-            n, stats = normalise(columns, m["x"], spec, stats, rows_in & inside)
+            n, stats = normalise(columns, m["x"], spec, {name: m[name][0] for name in saved}, rows_in & inside)
             dy = m["dy"]
             activated = [activate_and_slope(u, spec.activation) for u in affine(n, shared)]
             terms["shift"] = dy
@@ -193,54 +247,40 @@ def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles)
         ]
 
     zeros = [[jnp.zeros((tiles.step, tiles.block), jnp.float32) for _ in columns] for _ in summed]
-    sums = fold_steps(tile, tiles.rows, tiles.step, load_rows, body, zeros, ahead=tiles.ahead)
-    if summed:
-        whole = (tile.start == tile.lo) & (tile.end == tile.hi) & inside
-        is_whole, is_part, at_tile = (jnp.broadcast_to(v, (1, 1)) for v in (whole, jnp.logical_not(whole), t))
-        for name, chunks in zip(summed, sums, strict=True):
-            value = [jnp.sum(chunk, axis=0, keepdims=True) for chunk in chunks]
-            # The sum of a sequence of one tile is complete; a second kernel adds the parts of longer ones in order.
-            columns.store(ref[f"d{name}"], tile.clipped, is_whole, value)
-            columns.store(ref[f"parts_{name}"], at_tile, is_part, value)
-        starts = ref["sequences"].shape[0]
-        at, in_starts = (jnp.broadcast_to(value, (1,)) for value in (jnp.minimum(t, starts - 1), t < starts))
-        store(ref["sequences"], (at,), tile.sequence, in_starts)
+    if tiles.ahead:
+        return fold_steps(
+            tile, tiles.step, load_rows, body, zeros, load_rows(*step_rows(tile.start, tiles.step, tile.end))
+        )[1]
+    return fold_steps(tile, tiles.step, load_rows, body, zeros)
 
 
-def _sums_kernel(ref: dict, *, names: tuple[str, ...], T: int, rows: int):
-    parts, offsets_ref, sequences_ref = [ref[f"parts_{name}"] for name in names], ref["offsets"], ref["sequences"]
-    B, D, starts = offsets_ref.shape[0] - 1, parts[0].shape[1], sequences_ref.shape[0]
-    program, columns = pl.program_id(0), pl.program_id(1) * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)[None, :]
-    by_sequence = starts >= B
-    sequence = program if by_sequence else plgpu.load(sequences_ref.at[program])
-    inside = (sequence >= 0) & (sequence < B)
-    sequence = jnp.clip(sequence, 0, B - 1)
-    lo, hi = run_bounds(offsets_ref, sequence + 1, T)
-    first = ceil_div(lo, rows)
-    tiles = jnp.maximum(ceil_div(hi, rows) - first, 0)  # after the head
-    has_head = (first * rows > lo).astype(jnp.int32)
-    # With more sequences than multiples of `rows`, a program takes the sequence whose first multiple is its own.
-    mine = inside if by_sequence else inside & (first == program)
+def _sums_kernel(ref: dict, *, names: tuple[str, ...], T: int, rows: int, width: int):
+    parts, offsets_ref = [ref[f"parts_{name}"] for name in names], ref["offsets"]
+    B, D, programs = offsets_ref.shape[0] - 1, parts[0].shape[1], program_count(T, rows)
+    program, columns = pl.program_id(0), pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)[None, :]
+    by_sequence = programs > B
+    run = program + 1 if by_sequence else run_of(offsets_ref, program * rows)
+    lo, hi = run_bounds(offsets_ref, run, T)
+    first = lax.div(lo, jnp.int32(rows))  # the program with the sequence's first rows
+    others = ceil_div(hi, rows) - first - 1
+    # With more sequences than programs, a program here takes the sequence whose second tile is its own.
+    mine = (run >= 1) & (run <= B) & (hi > lo) & (others > 0)
 
-    @pl.when(mine & (tiles + has_head > 1))
+    @pl.when(mine if by_sequence else mine & (first + 1 == program))
     def _():
-        columns_in = columns < D
+        columns_in, height = columns < D, _PARTS // width
 
-        def add(begin, height, steps, sums):
-            def step(i, blocks):
-                row = begin + i * height + jnp.arange(height, dtype=jnp.int32)[:, None]
-                mask = (row < tiles) & columns_in
-                return [b + load(part, (first + row, columns), mask) for b, part in zip(blocks, parts, strict=True)]
+        def add(i, sums):
+            row = i * height + jnp.arange(height, dtype=jnp.int32)[:, None]
+            blocks = [load(part, (first + 1 + row, columns), (row < others) & columns_in) for part in parts]
+            return [s + jnp.sum(block, axis=0, keepdims=True) for s, block in zip(sums, blocks, strict=True)]
 
-            blocks = lax.fori_loop(0, steps, step, [jnp.zeros((height, _COLUMNS), jnp.float32) for _ in parts])
-            return [s + jnp.sum(b, axis=0, keepdims=True) for s, b in zip(sums, blocks, strict=True)]
-
-        head, whole = jnp.broadcast_to(starts + sequence, (1, 1)), tiles // _MANY
-        sums = [load(part, (head, columns), jnp.broadcast_to(has_head > 0, (1, 1)) & columns_in) for part in parts]
-        sums = add(0, _MANY, whole, sums)
-        sums = add(whole * _MANY, _FEW, ceil_div(tiles - whole * _MANY, _FEW), sums)
+        at, sequence = (jnp.broadcast_to(v, (1, 1)) for v in (programs + first, run - 1))
+        sums = lax.fori_loop(
+            0, ceil_div(others, height), add, [load(part, (at, columns), columns_in) for part in parts]
+        )
         for name, s in zip(names, sums, strict=True):
-            store(ref[f"d{name}"], (jnp.broadcast_to(sequence, (1, 1)), columns), s, columns_in)
+            store(ref[f"d{name}"], (sequence, columns), s, columns_in)
 
 
 def _finish_sums(
@@ -249,23 +289,24 @@ def _finish_sums(
     """d<name> [B, D] of each name, with the parts of sequences of several tiles added up.
 
     Args:
-      results: of `_bwd_kernel`: d<name>, parts_<name> [tiles, D], and `sequences` int32 [cdiv(T, rows)], the sequence
-        of each row that is a multiple of `rows`.
+      results: of `_bwd_kernel`: d<name>, and parts_<name> [2 programs, D]: of tiles that start before their program,
+        then of sequences' first tiles.
     """
-    done, starts = {name: results[f"d{name}"] for name in names}, results["sequences"]
+    done = {name: results[f"d{name}"] for name in names}
     parts = {f"parts_{name}": results[f"parts_{name}"] for name in names}
-    B, D = done[names[0]].shape
+    (B, D), programs = done[names[0]].shape, program_count(T, rows)
+    width = min(512, max(32, power_of_2(D * min(B, programs) // 1024)))
     return launch_named(
-        functools.partial(_sums_kernel, names=names, T=T, rows=rows),
-        {"offsets": offsets, "sequences": starts, **parts, **done},
+        functools.partial(_sums_kernel, names=names, T=T, rows=rows, width=width),
+        {"offsets": offsets, **parts, **done},
         {f"d{name}": out_struct((B, D), x.dtype, like=x) for name, x in done.items()},
-        grid=(min(B, starts.shape[0]), pl.cdiv(D, _COLUMNS)),
-        warps=4,
+        grid=(min(B, programs), pl.cdiv(D, width)),
+        warps=8,
         interpret=interpret,
         name="adaln_sums",
         flops=sum(part.size for part in parts.values()),
         # What the backward has written to the results' memory is not read.
-        bytes_accessed=bytes_of(offsets, starts, *parts.values(), *done.values()),
+        bytes_accessed=bytes_of(offsets, *parts.values(), *done.values()),
         aliases={name: f"d{name}" for name in names},
     )
 
@@ -293,13 +334,12 @@ def backward_pallas(
     unread = ("shift", "x") if spec.norm is None else ("shift",)
     operands = {name: value for name, value in given.items() if name not in unread} | {"dy": dy, "dx_in": dx_in} | stats
 
-    count = tile_count(T, B, tiles.rows)
+    count = program_count(T, tiles.rows)
     out = {"dx": ((T, D), x.dtype)} if spec.norm is not None else {}
     out |= {"dh": ((T, D), given["h"].dtype)} if "h" in given else {}
     out |= {f"d{name}": ((T, D), value.dtype) for name, value in modulation.items()} if spec.per_row else {}
     out |= {f"d{name}": ((B, D), dtype) for name, dtype in sums.items()}
-    out |= {f"parts_{name}": ((count, D), f32) for name in sums}
-    out |= {"sequences": ((pl.cdiv(T, tiles.rows),), jnp.dtype("int32"))} if sums else {}
+    out |= {f"parts_{name}": ((2 * count, D), f32) for name in sums}
     results = launch_named(
         functools.partial(_bwd_kernel, summed=tuple(sums), spec=spec, tiles=tiles),
         operands,

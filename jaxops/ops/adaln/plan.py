@@ -59,10 +59,10 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How one pass is cut into programs. All numbers are powers of two.
+    """How one pass is cut into programs. step, block and warps are powers of two.
 
     Attributes:
-      rows: rows of one sequence that a program owns; bwd sums over them before it writes its part of a sequence's sum.
+      rows: rows that a program owns, of whatever sequences; bwd sums over those of each.
       step: rows that it holds in registers at a time, at most `rows`.
       block: columns of one register array; a row is cdiv(D, block) of them.
       warps: warps a program, at most 32.
@@ -76,7 +76,8 @@ class Tiles:
     ahead: bool = False
 
     def __post_init__(self):
-        check_fields(self, "rows", "step", "block", power_of_2=True)
+        check_fields(self, "rows")
+        check_fields(self, "step", "block", power_of_2=True)
         check_fields(self, "warps", power_of_2=True, most=32)
         if self.step > self.rows:
             raise ValueError(f"Tiles.step={self.step} must be at most Tiles.rows={self.rows}.")
@@ -107,50 +108,26 @@ class Problem:
 
 
 def _key(pass_name: str, *, D: int, dtype: str, gated: bool, **_: Any) -> tuple:
-    """The exact width, which decides how a row is cut. The number of rows only makes more programs: see `_spread`."""
+    """The exact width, which decides how a row is cut. The number of rows only makes more programs: see `_one_wave`."""
     return pass_name, D, dtype, gated
 
 
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
-    return tiles if tiles is getattr(call.plan, pass_name) else _spread(pass_name, tiles, call.problem, call.device)
+    return tiles if tiles is getattr(call.plan, pass_name) else _one_wave(pass_name, tiles, call.problem, call.device)
 
 
-_TUNED_ROWS = 65_536  # T of the tuned rows: from here on their tiles stay as they are
-# Rows that a program of bwd could have done instead of finding its tile, loading the modulation, and writing two
-# float32 sums that another kernel reads.
-_PROGRAM_ROWS = 8
-
-
-def _spread(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
-    """Fewer rows a program where all of them would make fewer than 2,048 warps, 16 a multiprocessor of an H200; in fwd
-    without a gate down to 8 steps, where they would make fewer than 6,336, 48 a multiprocessor. In bwd without a gate,
-    whose programs each write a part of the sums, 300 programs are enough where sequences are long; and fewer rows where
-    the last of a few waves of programs would be nearly empty. docs/notes/2026-11-28_tiles_of_row_ops.md has the times.
-    """
-    T, least = problem.T, max(tiles.step, {"fwd": 4, "bwd": 16}[pass_name])
-    few_suffice = pass_name == "bwd" and not problem.gated and T >= 256 * problem.B
-    long = 8 * tiles.step if pass_name == "fwd" and not problem.gated else tiles.rows
-
-    def enough(count: int) -> bool:
-        return (few_suffice and count >= 300) or count * tiles.warps >= (6336 if tiles.rows > long else 2048)
-
-    while tiles.rows > least and not enough(-(-T // tiles.rows)):
-        tiles = dataclasses.replace(tiles, rows=tiles.rows // 2)
-    if pass_name == "fwd" or tiles.rows <= least or T >= _TUNED_ROWS:
-        return tiles
-    resident = device.cores * _resident(tiles, problem)
-
-    def time(rows: int) -> int:
-        programs = -(-T // rows) + problem.B // 2  # a sequence's head is half as long as a tile, on average
-        return -(-programs // resident) * (rows + _PROGRAM_ROWS)
-
-    fewer = min((tiles.rows >> i for i in range(tiles.rows.bit_length()) if tiles.rows >> i >= least), key=time)
-    return dataclasses.replace(tiles, rows=fewer) if time(fewer) < 0.95 * time(tiles.rows) else tiles
+def _one_wave(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
+    """As many rows a program as make one wave: 32 warps a multiprocessor in fwd, in bwd what registers hold. Programs
+    of equal rows end together, and a further wave costs a start, in bwd more parts of sums too.
+    docs/notes/2026-11-28_tiles_of_row_ops.md has the times."""
+    programs = device.cores * (max(1, 32 // tiles.warps) if pass_name == "fwd" else _resident(tiles, problem))
+    rows = max(-(-problem.T // programs), {"fwd": 4, "bwd": 16}[pass_name])
+    return dataclasses.replace(tiles, rows=-(-rows // tiles.step) * tiles.step)
 
 
 def _resident(tiles: Tiles, problem: Problem) -> int:
     """Programs of bwd that a multiprocessor's registers hold. A thread has 16, and for each of its columns about 9,
-    with a gate 12 (ptxas for sm_90: D 1024, 1536, 2432 and 3072, in 6 to 24 columns a thread)."""
+    with a gate 12 (ptxas for sm_90: D 1024 to 6144, in 6 to 24 columns a thread)."""
     columns = tiles.step * -(-problem.D // tiles.block) * tiles.block / (32 * tiles.warps)
     registers = min(256, -(-int(16 + (12 if problem.gated else 9) * columns) // 8) * 8)
     return max(1, 65_536 // (32 * tiles.warps * registers))
@@ -159,8 +136,8 @@ def _resident(tiles: Tiles, problem: Problem) -> int:
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     if call.backend == "xla" or call.plan.save_stats is not None:
         return {"save_stats": call.plan.save_stats if call.backend != "xla" else None}
-    # With a gate the backward is 5 to 7 % faster, for 1 % more forward; without a gate, saving gains nothing.
-    return {"save_stats": call.problem.gated and call.problem.D >= 2048}
+    # The backward is faster, for 1 % more forward: with a gate 5 to 7 %, at D 8192 23 %. Else saving gains nothing.
+    return {"save_stats": (2048 if call.problem.gated else 8192) <= call.problem.D}
 
 
 def _block(D: int, most: int) -> int:
@@ -169,28 +146,33 @@ def _block(D: int, most: int) -> int:
 
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
-    """After measurements at D 1024 to 6144 (H200, 2026-11-21). A step is one row (several, where rows are short), and
-    the next one is loaded ahead. fwd takes 16 rows a program; bwd 64, which leaves few parts of its sums to add up."""
-    block = _block(problem.D, 4096 if problem.D >= 16384 else 1024)
-    columns = -(-problem.D // block) * block
-    warps = 1 << max(0, min(4 if pass_name == "fwd" else 5, (columns // 512 - 1).bit_length() if columns > 512 else 0))
-    if 2048 < columns <= 2560 and (pass_name == "bwd" or not problem.gated):
+    """After measurements at D 1024 to 8192 (H200, 2026-11-28). A step is one row (several, where rows are short), of
+    mostly 8 to 16 columns a thread. The next step is loaded ahead, but where registers would be spilled."""
+    D, fwd = problem.D, pass_name == "fwd"
+    columns = -(-D // (narrow := _block(D, 1024))) * narrow
+    # Most columns of a thread: 16, with a gate 12 in bwd, which holds more of each.
+    warps = power_of_2(-(-columns // (384 if problem.gated and not fwd else 512)))
+    warps = 1 if fwd and columns <= 1024 else min(warps, 16 if fwd else 32)
+    if 2048 < columns <= 2560 and not (fwd and problem.gated):
         warps = 4  # 8 % faster than 8
-    rows = 16 if pass_name == "fwd" else 64
-    tiles = Tiles(rows, max(1, min(8, 512 // max(columns, 1))), block, warps, ahead=True)
-    return _spread(pass_name, tiles, problem, device)
+    block = _block(D, min(4096, max(1024, 256 * warps)))  # 8 columns a thread are a 16-byte load
+    step = max(1, min(8, 512 // max(columns, 1)))
+    if fwd and not problem.gated and 6144 < columns <= 8192:
+        step = 2  # a multiprocessor has registers for one program, which loads two rows at a time
+    ahead = fwd or not problem.gated or D <= 4096
+    return _one_wave(pass_name, Tiles(step, step, block, warps, ahead), problem, device)
 
 
 def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> Iterator[Tiles]:
-    """Tiles that hold 8 to 64 columns a thread."""
-    owned, most = ((8, 16, 32), 64) if pass_name == "fwd" else ((64, 128), 48)
-    for rows, step, size, warps, ahead in itertools.product(
-        owned, (1, 2, 4), (512, 1024, 4096), (1, 2, 4, 8, 16), (True, False)
+    """Tiles that hold 8 to 64 columns a thread, in one wave."""
+    most = 64 if pass_name == "fwd" else 48
+    for step, size, warps, ahead in itertools.product(
+        (1, 2, 4), (512, 1024, 2048, 4096), (1, 2, 4, 8, 16), (True, False)
     ):
         block = _block(problem.D, size)
         held = step * -(-problem.D // block) * block / (32 * warps)
         if 8 <= held <= most and block >= 128 * warps:
-            yield Tiles(rows, step, block, warps, ahead)
+            yield _one_wave(pass_name, Tiles(step, step, block, warps, ahead), problem, device)
 
 
 def _needs(problem: Problem) -> Capability:

@@ -295,7 +295,7 @@ def multiply_triton(
     kind, num_i, schedule, entries = DENSE, -(-M // bm), None, 0
     if offsets is not None and length is None:
         kind, num_i = ROWS, tile_bound(M, G, bm)
-        schedule, entries = schedule_rows(offsets, M, bm)
+        schedule, entries = schedule_rows(offsets, M, bm, panel=tiles.panel)
     elif offsets is not None:
         kind, num_i = CONTRACTION, G * num_i
         schedule, entries = schedule_groups(offsets, length)

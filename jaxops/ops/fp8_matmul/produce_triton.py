@@ -6,7 +6,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from jaxops._lib.gluon.gemm_triton import GATHER_ARRIVALS, advance
-from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add, swizzle, write_tile
+from jaxops._lib.gluon.tile_scheduler_triton import (
+    finish_fetch_add,
+    place_in_panel_of_group,
+    start_fetch_add,
+    swizzle,
+    write_tile,
+)
 
 # One product; row tiles of groups, each group with its own B; one product per group, over the group's part of K.
 DENSE, ROWS, CONTRACTION = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -24,8 +30,11 @@ def fetch_tile(
     that is read while the previous tile is loaded."""
     t = max(min(t, tiles - 1), 0)
     num_j = gl.cdiv(N, BN)
-    num_i = tiles // num_j if KIND == ROWS else gl.cdiv(M, BM)
-    i, j = swizzle(t % (num_i * num_j) if KIND == CONTRACTION else t, num_i, num_j, PANEL)
+    num_i = gl.cdiv(M, BM)
+    if KIND == ROWS:
+        i, j = place_in_panel_of_group(t, schedule, entries, num_j)
+    else:
+        i, j = swizzle(t % (num_i * num_j) if KIND == CONTRACTION else t, num_i, num_j, PANEL)
     group = 0
     start = 0
     end = 0

@@ -270,7 +270,7 @@ def unit_triton(
     (T, K), (G, N, _) = a.values.shape, b.values.shape
     M = T if indices is None else indices.shape[0]
     F, dtype = N // 2, a.values.dtype
-    schedule, entries = schedule_rows(offsets, M, BM.value)
+    schedule, entries = schedule_rows(offsets, M, BM.value, panel=tiles.panel)
     tile_count = tile_bound(M, G, BM.value) * (F // BN.value)
     a = dataclasses.replace(a, values=pad_to_16_bytes(a.values))
 

@@ -117,19 +117,19 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
 
 
 def _one_wave(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
-    """As many rows a program as make one wave: 32 warps a multiprocessor in fwd, in bwd what registers hold. Programs
-    of equal rows end together, and a further wave costs a start, in bwd more parts of sums too.
-    docs/notes/2026-11-28_tiles_of_row_ops.md has the times."""
-    programs = device.cores * (max(1, 32 // tiles.warps) if pass_name == "fwd" else _resident(tiles, problem))
+    """As many rows a program as make one wave. Programs of equal rows end together, and a further wave costs a start,
+    in bwd more parts of sums too. docs/notes/2026-11-28_tiles_of_row_ops.md has the times."""
+    programs = device.cores * _resident(pass_name, tiles, problem)
     rows = max(-(-problem.T // programs), {"fwd": 4, "bwd": 16}[pass_name])
     return dataclasses.replace(tiles, rows=-(-rows // tiles.step) * tiles.step)
 
 
-def _resident(tiles: Tiles, problem: Problem) -> int:
-    """Programs of bwd that a multiprocessor's registers hold. A thread has 16, and for each of its columns about 9,
-    with a gate 12 (ptxas for sm_90: D 1024 to 6144, in 6 to 24 columns a thread)."""
+def _resident(pass_name: str, tiles: Tiles, problem: Problem) -> int:
+    """Programs that a multiprocessor's registers hold. A thread has 16, and for each of its columns about so many
+    (ptxas for sm_90: D 1024 to 8192, in 5 to 32 columns a thread)."""
+    each = {"fwd": (4, 7), "bwd": (9, 12)}[pass_name][problem.gated]
     columns = tiles.step * -(-problem.D // tiles.block) * tiles.block / (32 * tiles.warps)
-    registers = min(256, -(-int(16 + (12 if problem.gated else 9) * columns) // 8) * 8)
+    registers = min(256, -(-int(16 + each * columns) // 8) * 8)
     return max(1, 65_536 // (32 * tiles.warps * registers))
 
 

@@ -10,6 +10,7 @@ from jaxops._lib.arrays.sums import parts_of_sums
 from jaxops._lib.numerics.fp8 import BLOCK
 from jaxops._lib.planning.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gluon
 from jaxops._lib.planning.plans import ADA, BasePlan, Call, Planner, check_fields
+from jaxops._lib.ragged.work_list import MOST_PANEL
 from jaxops.ops.fp8_matmul.recipes import RECIPES
 
 PASSES = ("fwd", "dgrad", "wgrad")
@@ -31,7 +32,7 @@ class Tiles:
       warps: warps a program ("pallas").
       stages: pipeline stages; each holds one step of both operands in shared memory.
       panel: output tiles are visited in panels of this many tile rows, so that concurrent programs share operands in
-        L2.
+        L2; "triton" over groups of rows: of about so many, each panel within a group.
       split: "pallas" fwd and dgrad: parts of each sum, each a program's; a second pass adds them.
       swap: "pallas" fwd and dgrad: the tensor core multiplies rhs' columns by rows, instead of rows by columns. It
         takes its first operand, at least 64 numbers high, from registers: there FP8 is converted, each number by one
@@ -67,7 +68,7 @@ class Tiles:
             known = ", ".join(f"{bm}x{bn}" for bm, bn in HOPPER_TILES)
             raise ValueError(f"Tiles of {self.bm}x{self.bn}: the triton kernel has {known}.")
         check_fields(self, "warps", power_of_2=True, most=16)
-        check_fields(self, "panel")
+        check_fields(self, "panel", most=MOST_PANEL if self.kernel == "triton" else None)
         # The Triton mainloop issues a step before it releases the stage of the previous one.
         check_fields(self, "stages", least=2 if self.kernel == "triton" else 1)
 

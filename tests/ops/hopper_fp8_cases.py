@@ -53,7 +53,7 @@ _WAYS = [
 def _fp8(name: str, way: tuple, a: Operand, b: Operand, offsets, length=None) -> Problem:
     fast, out = "fast" in name, ("bfloat16", "float32")[way[3]]
     bm, bn, stages = (128, 256, 3) if fast and way[2] == (128, 128, 5) else way[2]
-    tiles = Tiles("triton", bm, bn, stages=stages, panel=2, dynamic=offsets is not None and bn == 128)
+    tiles = Tiles("triton", bm, bn, stages=stages, panel=2)
 
     def run(a, b, offsets):
         from jaxops.ops.fp8_matmul.gemm_triton import multiply_triton
@@ -120,7 +120,7 @@ def _fp8_unit(name: str, rng) -> Problem:
     b = dataclasses.replace(b, scales=b.scales.at[2, 0].set(jnp.nan))  # of gate alone
     at = np.clip(indices, 0, T - 1)
     rows = Operand(tokens.values[at], tokens.scales[:, at], tokens.scaling) if gathered else tokens
-    tiles = Tiles("triton", 128, 128, stages=int(rng.integers(2, 5)), panel=2, dynamic=activation != "silu")
+    tiles = Tiles("triton", 128, 128, stages=int(rng.integers(2, 5)), panel=2)
     pow2, save, inside = bool(rng.integers(2)), activation != "relu", inside_of(offsets, M)
 
     def run(tokens, b, starts, indices):

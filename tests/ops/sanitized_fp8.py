@@ -75,7 +75,7 @@ def fp8_experts() -> None:
     x, w_gate, w_up, w_down, dout = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in sizes)
     plans = [experts.Plan("pallas")]
     if current_device().is_hopper:
-        tiles = [fp8_matmul.Tiles("triton", 128, 128, stages=stages, dynamic=stages == 3) for stages in (4, 3)]
+        tiles = [fp8_matmul.Tiles("triton", 128, 128, stages=stages) for stages in (4, 3)]
         units = [fp8_matmul.Plan("triton", fwd=each) for each in tiles]
         ways = itertools.product(units, (False, True))
         plans += [experts.Plan("triton", unit=unit, unit_inside=True, gather=gather) for unit, gather in ways]

@@ -109,15 +109,16 @@ SHIPPED = list(tuned_rows("adaln", H200))
 
 
 def test_tiles_of_rows():
-    """At most 16 columns a thread, with a gate 12 in a backward, whose wide rows are not loaded ahead: registers."""
+    """Mostly 16 columns a thread. A backward: with a gate 12, and wide rows are not loaded ahead; without one up to 32."""
     tiles = lambda name, D, gated=False: dataclasses.replace(
         getattr(adaln.make_plan(adaln.Problem(65_536, D, 7, "bfloat16", gated), H100), name), rows=8
     )
     Tiles = adaln.Tiles
     assert (tiles("fwd", 64), tiles("fwd", 1024)) == (Tiles(8, 8, 64, 1, True), Tiles(8, 1, 1024, 1, True))
     assert (tiles("fwd", 2432), tiles("fwd", 2432, True)) == (Tiles(8, 1, 512, 4, True), Tiles(8, 1, 512, 8, True))
-    assert tiles("fwd", 6144) == tiles("bwd", 6144) == Tiles(8, 1, 2048, 16, True)
-    assert (tiles("fwd", 8192), tiles("bwd", 8192)) == (Tiles(8, 2, 4096, 16, True), Tiles(8, 1, 4096, 16, True))
+    assert (tiles("fwd", 6144), tiles("bwd", 6144)) == (Tiles(8, 1, 2048, 16, True), Tiles(8, 1, 1024, 8, True))
+    assert (tiles("fwd", 8192), tiles("bwd", 8192)) == (Tiles(8, 2, 4096, 16, True), Tiles(8, 1, 1024, 8, True))
+    assert (tiles("bwd", 3072), tiles("bwd", 4096)) == (Tiles(8, 1, 1024, 8, True), Tiles(8, 1, 1024, 4, True))
     assert (tiles("bwd", 1024), tiles("bwd", 1024, True)) == (Tiles(8, 1, 1024, 2, True), Tiles(8, 1, 1024, 4, True))
     assert tiles("bwd", 6144, True) == Tiles(8, 1, 2048, 16)
 
@@ -135,7 +136,7 @@ def test_statistics_are_saved_where_it_pays():
     """Measured: docs/notes/2026-11-28_tiles_of_row_ops.md."""
     saved = [
         adaln.make_plan(dataclasses.replace(ADALN, D=D, gated=gated), H200).save_stats
-        for D, gated in itertools.product((1024, 2048, 8192), (False, True))
+        for D, gated in itertools.product((1024, 2048, 6144), (False, True))
     ]
     assert saved == [False, False, False, True, True, True]
 

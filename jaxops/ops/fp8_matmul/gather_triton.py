@@ -25,9 +25,7 @@ def _tokens_of_rows(indices, fetched, BM: gl.constexpr):
 
 
 @gluon.jit
-def produce_gathered(
-    args, gather, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr
-):
+def produce_gathered(args, gather, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr):
     """As `produce`, of row tiles of groups, two boxes of B a step, and scales of 1x128 and 128x128 blocks.
 
     gather: the tokens [T, width] and their scales [cdiv(K, 128), T]; the token of each row [M], clamped to [0, T); T;
@@ -50,9 +48,8 @@ def produce_gathered(
     fetched = fetch_tile(t, tiles, schedule, entries, G, 0, N, BM, BN, PANEL, ROWS)
     tokens_of_tile = _tokens_of_rows(indices, fetched, BM)
     while t < tiles:
-        later = following + gl.num_programs(0)
-        if DYNAMIC:  # asked for now, needed after this tile's loads
-            asked = start_fetch_add_of_warps(schedule + 5 * entries, GATHER_WARPS)
+        # Asked for now, needed after this tile's loads.
+        asked = start_fetch_add_of_warps(schedule + 5 * entries, GATHER_WARPS)
         group, row, end, col, _first, steps = place_tile(fetched, G, 0, K, ROWS)
         fetched = fetch_tile(following, tiles, schedule, entries, G, 0, N, BM, BN, PANEL, ROWS)
         token = gl.minimum(gl.maximum(tokens_of_tile, 0), T - 1)
@@ -81,7 +78,7 @@ def produce_gathered(
             async_copy.mbarrier_arrive(full.index(s), increment_count=False)
             s, phase = advance(s, phase, STAGES)
         t = following
-        following = 2 * gl.num_programs(0) + finish_fetch_add_of_warps(asked) if DYNAMIC else later
+        following = 2 * gl.num_programs(0) + finish_fetch_add_of_warps(asked)
     mbarrier.wait(empty.index(s), phase)
     write_tile(tile_bufs, s, (0, 0, 0, 0, -1), GATHER_WARPS)
     mbarrier.arrive(full.index(s), count=GATHER_ARRIVALS)

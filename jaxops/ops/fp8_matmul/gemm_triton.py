@@ -236,7 +236,7 @@ def _consume(
 @gluon.jit
 def fp8_gemm_kernel(
     a_desc, b_desc, sa, sb, schedule, c_desc, c_ptr, tiles, entries, G, M, N, K,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
     KIND: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, ALIGNED: gl.constexpr, ROOM: gl.constexpr,
 ):  # fmt: skip
     """ROOM: shared memory has room for whole tiles of two bytes a number."""
@@ -252,14 +252,14 @@ def fp8_gemm_kernel(
         gl.warp_specialize([
             (_consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
             (_consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
-            (produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC, 1)),
+            (produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES, 1)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (consumer_args, 0, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
             (_consume, (consumer_args, 1, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
             (_consume, (consumer_args, 2, BM, BN, STAGES, PANEL, KIND, SCALES, FAST, ALIGNED)),
-            (produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES, DYNAMIC, 1)),
+            (produce, (producer_args, BM, BN, STAGES, PANEL, KIND, SCALES, 1)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
@@ -312,13 +312,13 @@ def multiply_triton(
     tile = OutTile((64, columns), tile_layout(out_dtype, (64, columns))) if by_tma else None
     # A plain descriptor: with row windows this kernel was 3 to 4 % slower (H200, 2026-11-23, dsmoe16b and qwen3_30b).
     out = triton_call(
-        *values, sa, sb, Scratch(schedule) if tiles.dynamic else schedule, tile,
+        *values, sa, sb, schedule if schedule is None else Scratch(schedule), tile,
         kernel=fp8_gemm_kernel, grid=min(cores, tile_count),
         name=f"fp8_gemm_{('dense', 'rows', 'contraction')[kind.value]}",
         out_type=out_type, flops=2 * M * N * (length or K), tiles=tile_count,
         bytes_accessed=bytes_of_columns(a, b, length) + bytes_of(schedule, out_type) if length else None,
         entries=entries, G=G, M=M, N=N, K=K,
-        BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic,
+        BM=bm, BN=bn, STAGES=tiles.stages, PANEL=tiles.panel,
         KIND=kind.value, SCALES=scales, FAST=fast,
         ALIGNED=N % 8 == 0, ROOM=tiles.stored(2) == bn,
     )  # fmt: skip

@@ -40,7 +40,6 @@ class Tiles:
       cast_lhs: "pallas" fwd and dgrad with scales of 1x128 blocks: the product casts rows that are not quantized yet in
         its own launch, to the same bits as `quantize` before it. Each tile of columns casts its rows again. Rows that
         are quantized are multiplied as they are.
-      dynamic: "triton" over groups: programs take the next tile from a counter; otherwise every n-th tile, n programs.
     """
 
     kernel: Literal["triton", "pallas", "xla"] = "pallas"
@@ -51,7 +50,6 @@ class Tiles:
     panel: int = 8
     split: int = 1
     swap: bool = False
-    dynamic: bool = False
     cast_lhs: bool = False
 
     def __post_init__(self):
@@ -59,8 +57,6 @@ class Tiles:
         check_fields(self, "split")
         if self.kernel != "pallas" and self.of_pallas:
             raise ValueError(f"Tiles of kernel={self.kernel!r} have no split, swap and cast_lhs: leave them out.")
-        if self.kernel != "triton" and self.dynamic:
-            raise ValueError(f"Tiles of kernel={self.kernel!r} are not dynamic: leave it out.")
         if self.kernel != "triton":
             check_fields(self, "bm", power_of_2=True, least=8 if self.swap else 16)
             check_fields(self, "bn", power_of_2=True, least=16)
@@ -137,8 +133,6 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
 
 
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
-    if tiles.dynamic and not call.problem.G:
-        raise ValueError(f"plan.{pass_name}={tiles}: only products over groups have dynamic tiles; leave dynamic out.")
     if pass_name == "wgrad" and tiles.of_pallas:
         raise ValueError(f"plan.wgrad={tiles}: wgrad's kernel has no split, swap or cast_lhs; leave them out.")
     if tiles.cast_lhs and not _casts(pass_name, call.problem):
@@ -158,7 +152,7 @@ def _casts(pass_name: str, problem: Problem) -> bool:
 
 # Of `multiply_unit`. H200, 2026-11-26, product, unit and cast of 262,144 rows, K 2,048, F 768, and of 32,768, 4,096,
 # 14,336: 1,321 and 5,643 us (1,573 and 6,445 in two launches); 1,350 and 6,098 without a counter, in panels of 8.
-UNIT_TILES = Tiles("triton", 128, 128, stages=4, panel=16, dynamic=True)
+UNIT_TILES = Tiles("triton", 128, 128, stages=4, panel=16)
 
 
 def takes_unit(problem: Problem, backend: str, tiles: Tiles | None = None) -> bool:
@@ -235,12 +229,11 @@ def _heuristic_triton(pass_name: str, problem: Problem, out_rows: int, out_cols:
     if not problem.G and rounds(min(sizes, key=time)) < 1:  # some multiprocessors would have no tile
         sizes.append((128, 64))
     size = min(sizes, key=time)
-    if pass_name == "wgrad" and problem.G:  # sums of different lengths: tiles from a counter are 1 to 6 % faster
-        return Tiles("triton", *size, stages=4, dynamic=True)
+    if pass_name == "wgrad" and problem.G:
+        return Tiles("triton", *size, stages=4)
     outer = pass_name == "wgrad" and blocks
     stages = {(128, 256): 3, (192, 128): 4, (128, 64): 8}.get(size, 4 if outer else 5)
-    wide = size == (128, 256) or (size != (192, 128) and not problem.G)
-    return Tiles("triton", *size, stages=stages, panel=16 if wide else 8)
+    return Tiles("triton", *size, stages=stages, panel=16 if problem.G or size != (192, 128) else 8)
 
 
 def _clocks_of_step(bm: int, bn: int) -> float:

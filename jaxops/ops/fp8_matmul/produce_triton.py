@@ -126,12 +126,13 @@ def multiplied_until(row, end, BM: gl.constexpr, KIND: gl.constexpr):
 @gluon.jit
 def produce(
     args, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PANEL: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, DYNAMIC: gl.constexpr, PARTS: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Loads the operands of this program's tiles, step by step, until there are no more.
 
-    DYNAMIC: the next tile is the next one of all programs (an atomic counter behind the work list), not every
-    num_programs-th.
+    Over groups, whose tiles differ, the next tile is the next one of all programs: an atomic counter behind the work
+    list. Else it is every num_programs-th.
+
     PARTS: a group's B has PARTS * N rows, and a tile those of its columns in each part; with 128x128 scales.
     """
     a_desc, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, N, K = args
@@ -149,7 +150,7 @@ def produce(
     fetched = fetch_tile(t, tiles, schedule, entries, G, M, N, BM, BN, PANEL, KIND)
     while t < tiles:
         later = following + gl.num_programs(0)
-        if DYNAMIC:  # asked for now, needed after this tile's loads
+        if KIND != DENSE:  # asked for now, needed after this tile's loads
             later = start_fetch_add(schedule + 5 * entries)
         group, row, end, col, first_k, steps = place_tile(fetched, G, M, K, KIND)
         a_row, b_row = operand_rows(group, row, col, M, PARTS * N, KIND)
@@ -205,7 +206,7 @@ def produce(
                     scale_2 = gl.load(sb_first + sb_part + min(k + 1, steps - 1))
             s, phase = advance(s, phase, STAGES)
         t = following
-        following = 2 * gl.num_programs(0) + finish_fetch_add(later) if DYNAMIC else later
+        following = 2 * gl.num_programs(0) + finish_fetch_add(later) if KIND != DENSE else later
     if KIND != DENSE:
         mbarrier.wait(empty.index(s), phase)
         write_tile(tile_bufs, s, (0, 0, 0, 0, -1), 1)

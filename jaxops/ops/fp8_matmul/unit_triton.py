@@ -228,7 +228,7 @@ def _consume(
 def fp8_unit_kernel(
     a, b_desc, sa, sb, indices, schedule, h_desc, pre_desc, h_ptr, h_scales, pre_ptr,
     tiles, entries, G, M, F, K, T, WIDTH,
-    STAGES: gl.constexpr, PANEL: gl.constexpr, DYNAMIC: gl.constexpr,
+    STAGES: gl.constexpr, PANEL: gl.constexpr,
     ACTIVATION: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """a, sa: descriptors of the rows and their scales; with indices pointers to those of T tokens, WIDTH numbers apart,
@@ -243,14 +243,14 @@ def fp8_unit_kernel(
         gl.warp_specialize([
             (_consume, (consumer_args, 0, STAGES, ACTIVATION, POW2, True)),
             (_consume, (consumer_args, 1, STAGES, ACTIVATION, POW2, True)),
-            (produce_gathered, (producer_args, (a, sa, indices, T, WIDTH), BM, BN, STAGES, PANEL, DYNAMIC)),
+            (produce_gathered, (producer_args, (a, sa, indices, T, WIDTH), BM, BN, STAGES, PANEL)),
         ], [4, GATHER_WARPS], [224, 56])  # fmt: skip
     else:
         producer_args = (a, b_desc, sa, sb, schedule, bufs, tiles, entries, G, M, F, K)
         gl.warp_specialize([
             (_consume, (consumer_args, 0, STAGES, ACTIVATION, POW2, False)),
             (_consume, (consumer_args, 1, STAGES, ACTIVATION, POW2, False)),
-            (produce, (producer_args, BM, BN, STAGES, PANEL, ROWS, BLOCK, DYNAMIC, 2)),
+            (produce, (producer_args, BM, BN, STAGES, PANEL, ROWS, BLOCK, 2)),
         ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -283,12 +283,12 @@ def unit_triton(
     h_block = (ROWS_OF_ONE.value, BN.value)
     return triton_call(
         rows, value_boxes(b.values, BN.value), scales, b.scales.reshape(-1), indices,
-        Scratch(schedule) if tiles.dynamic else schedule,
+        Scratch(schedule),
         OutTile(h_block, tile_layout(dtype, h_block)),
         OutTile(half, tile_layout(jnp.bfloat16, half), result=2) if save else None,
         **({} if save else {"pre_ptr": None}),
         kernel=fp8_unit_kernel, grid=min(cores, tile_count), name="fp8_unit", out_type=tuple(results),
         flops=2 * M * N * K, tiles=tile_count, entries=entries, G=G, M=M, F=F, K=K,
-        T=T, WIDTH=a.values.shape[1], STAGES=tiles.stages, PANEL=tiles.panel, DYNAMIC=tiles.dynamic,
+        T=T, WIDTH=a.values.shape[1], STAGES=tiles.stages, PANEL=tiles.panel,
         ACTIVATION=activation, POW2=pow2,
     )  # fmt: skip

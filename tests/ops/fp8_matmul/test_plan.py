@@ -78,7 +78,6 @@ def test_row_of_another_key_is_not_taken(change):
         ({"kernel": "triton", "split": 2}, "no split, swap and cast_lhs"),
         ({"kernel": "triton", "cast_lhs": True}, "no split, swap and cast_lhs"),
         ({"kernel": "xla", "swap": True}, "no split, swap and cast_lhs"),
-        ({"kernel": "pallas", "dynamic": True}, "are not dynamic"),
         ({"kernel": "triton", "stages": 1}, "stages=1 must be at least 2"),
         *(
             ({"kernel": "triton", "bm": bm, "bn": bn}, f"{bm}x{bn}: the triton kernel has 128x128, 192x128, 128x256")
@@ -94,12 +93,7 @@ def test_tiles_that_no_kernel_can_have(options, message):
 
 @pytest.mark.usefixtures("_jax_triton")
 def test_tiles_that_a_product_cannot_have():
-    """Only products over groups have dynamic tiles; wgrad sums rows; shared memory has an end."""
-    tiles, dense = Tiles("triton", 128, 128, stages=4, dynamic=True), dataclasses.replace(PROBLEM, G=0)
-    for name in PASSES:
-        assert getattr(make_plan(PROBLEM, H200, plan=Plan("triton", **{name: tiles})), name) == tiles
-        with pytest.raises(ValueError, match=rf"plan\.{name}=.*only products over groups have dynamic tiles"):
-            make_plan(dense, H200, plan=Plan("triton", **{name: tiles}))
+    """wgrad sums rows; shared memory has an end."""
     for options in ({"split": 2}, {"swap": True}, {"cast_lhs": True}):
         with pytest.raises(ValueError, match=r"plan\.wgrad=.*no split, swap or cast_lhs"):
             make_plan(PROBLEM, L4, plan=Plan("pallas", wgrad=Tiles(**options)))

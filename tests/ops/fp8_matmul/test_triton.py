@@ -64,7 +64,6 @@ class Product:
                 self.name,
                 *["groups"] * self.grouped,
                 f"{self.chosen.bm}x{self.chosen.bn}x{self.chosen.stages}",
-                *["dynamic"] * self.chosen.dynamic,
             ]
         )
 
@@ -100,11 +99,11 @@ PRODUCTS = [
     Product("rowwise", "dgrad", grouped=True),
     Product("blockwise", "fwd", grouped=True),
     Product("tensorwise", "wgrad", grouped=True),  # e4m3 by e5m2
-    Product("blockwise", "wgrad", grouped=True),  # short groups: tiles from a counter
+    Product("blockwise", "wgrad", grouped=True),
     Product("blockwise", "wgrad", tiles=Tiles("triton", 192, 128, stages=3), spilled=12),  # once a tile
-    # Tiles from a counter; float32 stored in whole tiles, in halves, and from registers; bfloat16 in halves.
-    Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 192, 128, stages=4, dynamic=True)),
-    Product("tensorwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 256, stages=3, dynamic=True)),
+    # Float32 stored in whole tiles, in halves, and from registers; bfloat16 in halves.
+    Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 192, 128, stages=4)),
+    Product("tensorwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 256, stages=3)),
     Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 192, 128, stages=4)),
     # Two numbers spilled in the epilogue: once a tile.
     Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 128, 128, stages=6), spilled=8),
@@ -113,8 +112,8 @@ PRODUCTS = [
     Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 128, stages=6), n=ODD_N),
     # 64 columns, which the first ones have, too: float32 stored whole, and in halves.
     Product("blockwise", "wgrad", tiles=Tiles("triton", 128, 64, stages=7)),
-    Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 128, 64, stages=8, dynamic=True)),
-    Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 64, stages=8, dynamic=True)),
+    Product("blockwise", "wgrad", grouped=True, tiles=Tiles("triton", 128, 64, stages=8)),
+    Product("blockwise", "fwd", grouped=True, tiles=Tiles("triton", 128, 64, stages=8)),
 ]
 
 
@@ -151,29 +150,28 @@ def test_product(product, tmp_path):
 
 
 # Of the kernel that computes a gated unit and casts it, each activation with what is saved or without, of rows in place
-# or gathered, and tiles from a counter or not: (activation, pow2, save, stages, dynamic, gathered).
+# or gathered: (activation, pow2, save, stages, gathered).
 UNITS = [
-    ("relu", False, False, 4, False, False),
-    ("silu", False, True, 4, False, False),
-    ("sigmoid", False, False, 4, False, True),
-    ("silu", False, True, 4, False, True),
-    ("gelu_tanh", True, True, 3, True, False),
-    ("gelu", True, True, 4, True, True),
+    ("relu", False, False, 4, False),
+    ("silu", False, True, 4, False),
+    ("sigmoid", False, False, 4, True),
+    ("gelu_tanh", True, True, 3, False),
+    ("gelu", True, True, 4, True),
 ]
 
 
-@pytest.mark.parametrize(("activation", "pow2", "save", "stages", "dynamic", "gathered"), UNITS)
-def test_unit(activation, pow2, save, stages, dynamic, gathered, tmp_path):
+@pytest.mark.parametrize(("activation", "pow2", "save", "stages", "gathered"), UNITS)
+def test_unit(activation, pow2, save, stages, gathered, tmp_path):
     """A consumer multiplies 64 rows by 128 columns of gate, then of up, 128 of K in four instructions each.
 
     Its values: tests/ops/hopper_fp8_cases.py, and on a GPU tests/ops/moe_mlp/test_fp8_triton.py.
     """
-    F, tiles = 384, Tiles("triton", 128, 128, stages=stages, panel=3, dynamic=dynamic)
+    F, tiles = 384, Tiles("triton", 128, 128, stages=stages, panel=3)
     call = functools.partial(unit_triton, activation=activation, pow2=pow2, save=save, tiles=tiles, cores=132)
     rows, weights = operand_shapes("block_1x128", 500 if gathered else M, K), (G, 2 * F, K)
     operands = rows, operand_shapes("block_128x128", *weights), jax.ShapeDtypeStruct((G + 1,), "int32")
     (kernel,) = compiled(call, *operands, *[jax.ShapeDtypeStruct((M,), "int32")] * gathered)
-    spilled = 4 if gathered and save and dynamic else 0  # once a tile
+    spilled = 4 if gathered and save else 0  # once a tile
     check(kernel, ["m64n128k32.f32.e4m3.e4m3"] * 16, 2, H200.shared_bytes, tmp_path, spilled)
 
 

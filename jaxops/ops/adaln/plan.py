@@ -125,12 +125,12 @@ def _one_wave(pass_name: str, tiles: Tiles, problem: Problem, device: Device) ->
 
 
 def _resident(pass_name: str, tiles: Tiles, problem: Problem) -> int:
-    """Programs that a multiprocessor's registers hold. A thread has 12, two for each of a row's arrays, and for each of
-    its columns about so many (ptxas for sm_90: D 1024 to 8192, in 5 to 32 columns a thread)."""
-    each = {"fwd": (3.5, 7), "bwd": (9, 12)}[pass_name][problem.gated]
+    """Programs that a multiprocessor's registers hold. A thread has 12, and about so many for each of a row's arrays and
+    for each of its columns (ptxas for sm_90: D 768 to 8192, in 5 to 32 columns a thread)."""
+    array, column = ((2, 7) if problem.gated else (3, 3.5)) if pass_name == "fwd" else (2, 12 if problem.gated else 9)
     arrays = -(-problem.D // tiles.block)
     columns = tiles.step * arrays * tiles.block / (32 * tiles.warps)
-    registers = min(256, -(-int(12 + 2 * arrays + each * columns) // 8) * 8)
+    registers = min(256, -(-int(12 + array * arrays + column * columns) // 8) * 8)
     return max(1, 65_536 // (32 * tiles.warps * registers))
 
 

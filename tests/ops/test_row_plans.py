@@ -109,7 +109,7 @@ SHIPPED = list(tuned_rows("adaln", H200))
 
 
 def test_tiles_of_rows():
-    """Mostly 16 columns a thread. A backward: with a gate 12, and wide rows are not loaded ahead; without one up to 32."""
+    """Mostly 16 columns a thread. Backward: with a gate 12, and wide rows are not loaded ahead; without it up to 32."""
     tiles = lambda name, D, gated=False: dataclasses.replace(
         getattr(adaln.make_plan(adaln.Problem(65_536, D, 7, "bfloat16", gated), H100), name), rows=8
     )

@@ -125,8 +125,8 @@ def _one_wave(pass_name: str, tiles: Tiles, problem: Problem, device: Device) ->
 
 
 def _resident(pass_name: str, tiles: Tiles, problem: Problem) -> int:
-    """Programs that a multiprocessor's registers hold. A thread has 12, and about so many for each of a row's arrays and
-    for each of its columns (ptxas for sm_90: D 768 to 8192, in 5 to 32 columns a thread)."""
+    """Programs that a multiprocessor's registers hold. A thread has 12, and about so many for each of a row's arrays
+    and for each of its columns (ptxas for sm_90: D 768 to 8192, in 5 to 32 columns a thread)."""
     array, column = ((2, 7) if problem.gated else (3, 3.5)) if pass_name == "fwd" else (2, 12 if problem.gated else 9)
     arrays = -(-problem.D // tiles.block)
     columns = tiles.step * arrays * tiles.block / (32 * tiles.warps)

@@ -12,7 +12,8 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Dtype, Initializer
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops.nn.arguments import Activation, check_backend, check_dtypes, check_sizes, make_part
+from jaxops._lib.numerics.activations import Activation, activation_name
+from jaxops.nn.arguments import check_backend, check_dtypes, check_sizes, make_part
 from jaxops.ops.adaln import Plan, adaln, gated_residual, gated_residual_adaln
 
 Per = Literal["sequence", "row"]
@@ -100,7 +101,7 @@ class _AdaNorm(_Modulated):
     ):
         self.num_features, self.cond_features = num_features, cond_features
         self.epsilon, self.dtype, self.param_dtype, self.backend, self.plan = epsilon, dtype, param_dtype, backend, plan
-        self.activation: Activation | None = activation
+        self.activation: str | None = activation_name(activation, optional=True)
         self.per: Per | None = per
         self._check(epsilon, backend=backend, norm=self.norm, activation=activation, per=per)
         self.modulation = self._make_modulation(2, linear, modulation_init, rngs)
@@ -158,7 +159,7 @@ class AdaLayerNorm(_AdaNorm):
         a table of its own (PixArt).
       epsilon: added to the variance.
       use_weight, use_bias: a learned weight (ones at first) and bias (zeros) before the modulation.
-      activation: None, "silu", "gelu", "gelu_tanh", "relu" or "sigmoid", between norm and modulation.
+      activation: None, or as in `jaxops.grouped_glu`: between norm and modulation.
       per: whether cond has a vector for each "sequence" or each "row"; as in `jaxops.adaln`.
       dtype: of the head's product and of the result; from x and the parameters by default. The norm is float32.
       param_dtype: dtype of the parameters.

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,6 @@ from flax import nnx
 from jax import lax
 
 from jaxops.ops.fp8_matmul import RECIPES
-from jaxops.ops.grouped_glu import grouped_glu
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
 
 _FLOATS = ("bfloat16", "float16", "float32")
 
@@ -50,13 +47,6 @@ def check_dtypes(dtype: Any, param_dtype: Any) -> None:
             known = False
         if not known:
             raise TypeError(f"{name}={value!r}; it must be one of {', '.join(_FLOATS)}.")
-
-
-def check_activation(activation: Any) -> None:
-    """The activation of a gated unit: `jaxops.grouped_glu`'s own check."""
-    array = jax.ShapeDtypeStruct
-    x, w, offsets = array((1, 1), jnp.float32), array((1, 1, 1), jnp.float32), array((2,), jnp.int32)
-    jax.eval_shape(functools.partial(grouped_glu, activation=activation, backend="xla"), x, w, w, offsets)
 
 
 def check_recipe(recipe: Any) -> None:

@@ -10,9 +10,8 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
 
+from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops.nn.arguments import (
-    Activation,
-    check_activation,
     check_backend,
     check_columns,
     check_dtypes,
@@ -112,7 +111,6 @@ class MoE(nnx.Module):
         check_backend(backend, "triton", "pallas")
         if gather_tokens and expert_axis is None:
             raise ValueError("gather_tokens=True needs expert_axis, the mesh axis over which the tokens are split.")
-        check_activation(activation)
         check_dtypes(dtype, param_dtype)
 
         def make_kernel(*shape: int) -> nnx.Param[jax.Array]:
@@ -129,7 +127,7 @@ class MoE(nnx.Module):
         self.up = make_kernel(in_features, hidden_features)
         self.down = make_kernel(hidden_features, in_features)
         self.num_experts, self.in_features, self.hidden_features = num_experts, in_features, hidden_features
-        self.activation: Activation = activation
+        self.activation = activation_name(activation)
         self.expert_axis, self.gather_tokens = expert_axis, gather_tokens
         self.pieces = 1
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend

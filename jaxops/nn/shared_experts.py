@@ -11,9 +11,8 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops.nn.arguments import (
-    Activation,
-    check_activation,
     check_backend,
     check_columns,
     check_dtypes,
@@ -85,7 +84,6 @@ class SharedExperts(nnx.Module):
         check_grouped_recipe(recipe, precision, pow2_scales)
         check_sizes(in_features=in_features, hidden_features=hidden_features)
         check_backend(backend, "triton", "pallas")
-        check_activation(activation)
         check_dtypes(dtype, param_dtype)
 
         def make_kernel(*shape: int) -> nnx.Param[jax.Array]:
@@ -96,7 +94,7 @@ class SharedExperts(nnx.Module):
         self.down = make_kernel(hidden_features, in_features)
         self.token_gate: nnx.Param[jax.Array] | None = make_kernel(in_features, 1) if gated else nnx.data(None)
         self.in_features, self.hidden_features, self.gated = in_features, hidden_features, gated
-        self.activation: Activation = activation
+        self.activation = activation_name(activation)
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend
         self.recipe, self.pow2_scales = recipe, pow2_scales
 

@@ -1,13 +1,15 @@
 """The activations against float64 arithmetic written out here."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxops._lib.numerics.activations import ACTIVATIONS, activate, activate_and_slope, quick_sigmoid
+from jaxops._lib.numerics.activations import ACTIVATIONS, activate, activate_and_slope, activation_name, quick_sigmoid
 
 NEAR = np.linspace(-12, 12, 4001)
 U = np.concatenate([NEAR, [-600.0, -200.0, 200.0, 600.0]])  # exponentials overflow and vanish
@@ -27,6 +29,7 @@ WANTED = {
     "gelu": lambda u: u * np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in u]),
     "gelu_tanh": lambda u: 0.5 * u * (1 + np.tanh(ROOT * (u + 0.044715 * u**3))),
     "relu": lambda u: np.maximum(u, 0),
+    "relu2": lambda u: np.maximum(u, 0) ** 2,
     "sigmoid": logistic,
 }
 
@@ -46,7 +49,7 @@ def test_values_and_slopes(name, x64):
     for got in (value, exact):
         np.testing.assert_allclose(got, WANTED[name](wide), atol=5e-7, rtol=2e-7)
     for got in (slope, exact_slope):
-        np.testing.assert_allclose(got, slope_of(WANTED[name], wide), atol=3e-6, rtol=0)
+        np.testing.assert_allclose(got, slope_of(WANTED[name], wide), atol=3e-6, rtol=1e-8)  # the quotient's rounding
 
 
 def test_quick_sigmoid():
@@ -66,3 +69,20 @@ def test_quick_sigmoid():
 @pytest.mark.parametrize("name", WANTED)
 def test_nan_stays_nan(name):
     assert np.isnan(activate(jnp.full(3, jnp.nan), name)).all()
+
+
+def test_names_of_other_libraries():
+    """Configurations' names, and functions by identity; a partial gelu says which it is."""
+    approximate = lambda value: functools.partial(jax.nn.gelu, approximate=value)
+    given = ["swish", jax.nn.silu, jax.nn.swish, nnx.silu, "gelu_pytorch_tanh", jax.nn.gelu, approximate(True)]
+    given += [approximate(False), jax.nn.relu, "relu2", jax.nn.sigmoid]
+    assert [activation_name(each) for each in given] == (
+        ["silu"] * 4 + ["gelu_tanh"] * 3 + ["gelu", "relu", "relu2", "sigmoid"]
+    )
+    assert [activation_name(name) for name in ACTIVATIONS] == list(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("unknown", ["tanh", jax.nn.relu6, functools.partial(jax.nn.silu), None, 3, []])
+def test_unknown_activations(unknown):
+    with pytest.raises(ValueError, match=r"activation=.*: write 'silu', 'gelu', 'gelu_tanh', 'relu', 'relu2', "):
+        activation_name(unknown)

@@ -155,7 +155,7 @@ def test_dtypes(name):
     ("AdaLNZeroBlock", {"epsilon": (1e-6,)}, ValueError, r"epsilon=\(1e-06,\): write one number, or two"),
     ("AdaLayerNorm", {"epsilon": float("nan")}, ValueError, "epsilon is nan; it must be finite"),
     ("AdaLayerNorm", {"activation": "elu"}, ValueError,
-     "activation='elu': write None, 'silu', 'gelu', 'gelu_tanh', 'relu', 'sigmoid'"),
+     "activation='elu': write None, 'silu', 'gelu', 'gelu_tanh', 'relu', 'relu2', 'sigmoid'"),
     ("AdaRMSNorm", {"per": "sequences"}, ValueError, "per='sequences': write None, 'sequence', 'row'"),
 ], ids=str)  # fmt: skip
 def test_options(name, change, error, says):

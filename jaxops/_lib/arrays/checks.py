@@ -106,7 +106,7 @@ def check_groups(group_offsets: jax.Array, groups: str, G: int) -> None:
         raise ValueError(f"len(group_offsets) is {found}; {groups} = {G} groups need {G + 1} offsets: {needed}.")
 
 
-def check_choice(name: str, value: str | None, known) -> None:
+def check_choice(name: str, value: Any, known) -> None:
     if not isinstance(value, (str, type(None))) or value not in known:
         raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}.")
 

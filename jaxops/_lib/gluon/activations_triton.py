@@ -28,6 +28,10 @@ def activate_and_slope(x, ACTIVATION: gl.constexpr):
         # One instruction, NaN stays NaN; a select keeps a predicate of every element alive.
         y = gl.maximum(x, 0.0, propagate_nan=NAN)
         slope = gl.where(x > 0.0, 1.0, 0.0)
+    elif ACTIVATION == "relu2":
+        root = gl.maximum(x, 0.0, propagate_nan=NAN)
+        y = root * root
+        slope = 2.0 * root
     elif ACTIVATION == "gelu":
         cdf = 0.5 + 0.5 * gl.erf(x * 0.7071067811865476)
         y = x * cdf
@@ -138,6 +142,9 @@ def activate_as_pallas(x, ACTIVATION: gl.constexpr):
     which fuses no product into a sum."""
     if ACTIVATION == "relu":
         y = gl.where(x < 0.0, 0.0, x)
+    elif ACTIVATION == "relu2":
+        root = gl.where(x < 0.0, 0.0, x)
+        y = root * root
     elif ACTIVATION == "gelu":
         y = x * _plus(0.5 * _erf(x * 0.7071067811865476), 0.5)
     elif ACTIVATION == "gelu_tanh":

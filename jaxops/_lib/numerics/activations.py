@@ -1,10 +1,13 @@
 """Activation functions: `activate` for JAX to differentiate, `activate_and_slope` for Pallas kernels, too."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jaxops._lib.arrays.checks import check_choice
 from jaxops._lib.numerics.instructions import exp2, rsqrt
 
 _SQRT_HALF, _SQRT_2_OVER_PI, _DENSITY_AT_0 = 0.7071067811865476, 0.7978845608028654, 0.3989422804014327
@@ -43,6 +46,11 @@ def _relu(u, _=None):
     return jnp.where(u < 0, 0.0, u), jnp.where(u > 0, jnp.ones_like(u), 0.0)
 
 
+def _relu2(u, _=None):
+    root, _ = _relu(u)
+    return root * root, 2 * root
+
+
 def _sigmoid(u, sigmoid=jax.nn.sigmoid):
     s = sigmoid(u)
     return s, s * (1 - s)
@@ -56,15 +64,45 @@ def _erf(x: jax.Array) -> jax.Array:
     return jnp.where(x < 0, -size, size)
 
 
-ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu, "sigmoid": _sigmoid}
+ACTIVATIONS = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": _relu,
+    "relu2": _relu2,
+    "sigmoid": _sigmoid,
+}
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"] | Callable[..., Any]
+# Names in configurations of other libraries, and functions that are known by identity.
+_ALIASES: dict[Any, str] = {
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    jax.nn.silu: "silu",
+    jax.nn.gelu: "gelu_tanh",  # by default it is the approximation
+    jax.nn.relu: "relu",
+    jax.nn.sigmoid: "sigmoid",
+}
+
+
+def activation_name(activation: Any, *, optional: bool = False) -> Any:
+    """The key of ACTIVATIONS that a user's activation means; optional: or None.
+
+    Raises:
+      ValueError: another name or function.
+    """
+    if isinstance(activation, functools.partial) and activation.func is jax.nn.gelu:
+        activation = {True: "gelu_tanh", False: "gelu"}.get(activation.keywords.get("approximate", True))
+    name = _ALIASES.get(activation, activation) if isinstance(activation, Hashable) else activation
+    check_choice("activation", name, (None, *ACTIVATIONS) if optional else ACTIVATIONS)
+    return name
 
 
 def activate(u: jax.Array, activation: str | None) -> jax.Array:
     """The activation of u, u itself for None; differentiable to any order: exact erf in gelu, slope 0 of relu at 0."""
     if activation == "gelu":
         return jax.nn.gelu(u, approximate=False)
-    if activation == "relu":
-        return jax.nn.relu(u)
+    if activation in ("relu", "relu2"):
+        return jax.nn.relu(u) if activation == "relu" else jnp.square(jax.nn.relu(u))
     return u if activation is None else ACTIVATIONS[activation](u)[0]
 
 

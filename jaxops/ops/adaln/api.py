@@ -17,21 +17,21 @@ from jaxops._lib.arrays.checks import (
     check_size,
 )
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
-from jaxops._lib.numerics.activations import ACTIVATIONS
+from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops._lib.numerics.fp8 import BLOCK, FP8, Quantized
 from jaxops.ops.adaln.kernels_pallas import backward_pallas, forward_pallas
 from jaxops.ops.adaln.plan import PER, PLANNER, STATS, Arrays, Plan, Problem, Spec
 from jaxops.ops.adaln.xla import backward_xla, forward_xla
 
 Norm = Literal["layer", "rms"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] | None
 Per = Literal["sequence", "row"] | None
 
 
 def adaln(
     x: jax.Array, scale: jax.Array, shift: jax.Array, sequence_offsets: jax.Array | None = None, *,
     norm: Norm = "layer", weight: jax.Array | None = None, bias: jax.Array | None = None, epsilon: float = 1e-6,
-    activation: Activation = None, per: Per = None, out_dtype=None, backend: str = "auto", plan: Plan | None = None,
+    activation: Activation | None = None, per: Per = None, out_dtype=None, backend: str = "auto",
+    plan: Plan | None = None,
 ) -> Any:  # fmt: skip
     """Adaptive layer norm over packed sequences: `act(norm(x[t]) * weight + bias) * (1 + scale[s]) + shift[s]`, with s
     the sequence of row t.
@@ -58,7 +58,7 @@ def adaln(
       norm: "layer", or "rms" (Zhang and Sennrich 2019, arXiv:1910.07467), which subtracts no mean.
       weight, bias: [D], a learned affine map after the norm, or None.
       epsilon: a Python number, added to the variance ("layer") or mean square ("rms").
-      activation: "silu", "gelu" (with erf), "gelu_tanh", "relu", "sigmoid" or None, before the modulation.
+      activation: None, or as in `jaxops.grouped_glu`: before the modulation.
       per: "sequence" if scale and shift are [B, D], "row" if they are [T, D]. None takes it from the shapes, and raises
         if both fit: with offsets and B = T.
       out_dtype: of y, x.dtype by default. float8_e4m3fn and float8_e5m2 give a `Quantized` with block_1x128 scales, as
@@ -88,7 +88,7 @@ def adaln(
 def gated_residual_adaln(
     residual: jax.Array, h: jax.Array, gate: jax.Array, scale: jax.Array, shift: jax.Array,
     sequence_offsets: jax.Array | None = None, *, norm: Norm = "layer", weight: jax.Array | None = None,
-    bias: jax.Array | None = None, epsilon: float = 1e-6, activation: Activation = None, per: Per = None,
+    bias: jax.Array | None = None, epsilon: float = 1e-6, activation: Activation | None = None, per: Per = None,
     out_dtype=None, backend: str = "auto", plan: Plan | None = None,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """`new = residual + gate[s] * h` and `y = adaln(new, scale, shift)` in one pass: between the halves of a DiT block.
@@ -176,7 +176,7 @@ def _check(
             check_float(name, value, "[D]")
             check_size(f"len({name})", value.shape[0], f"D of {first}", D)
     check_choice("norm", norm, STATS if "scale" in modulation else (None,))
-    check_choice("activation", activation, (None, *ACTIVATIONS))
+    activation = activation_name(activation, optional=True)
     out = check_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype, (*FLOATS, *FP8)).name
     offsets = np.array([0, T], np.int32) if offsets is None else offsets
     given = {"x": x, "h": rows.get("h"), "offsets": offsets} | modulation | affine

@@ -21,7 +21,7 @@ from jaxops._lib.arrays.checks import (
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.precision import named_cast, resolve_precision
-from jaxops._lib.numerics.activations import ACTIVATIONS
+from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops._lib.planning.device import device_of
 from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.grouped_glu.fwd_pallas import fwd_pallas
@@ -37,7 +37,7 @@ def grouped_glu(
     w_up: jax.Array | None,
     group_offsets: jax.Array,
     *,
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu",
+    activation: Activation = "silu",
     compute_dtype=None,
     precision: lax.PrecisionLike = None,
     save: Literal["preactivations", "nothing"] = "preactivations",
@@ -67,7 +67,9 @@ def grouped_glu(
         store them: then forward, gradient of x and weight gradient are one product each.
       group_offsets: [G + 1] int32, non-decreasing, from 0 to M. Other values give unspecified rows, but no access out
         of bounds.
-      activation: of the gate, in float32, after rounding the gate to the compute dtype. "gelu" is the exact one (erf).
+      activation: of the gate, in float32, after rounding the gate to the compute dtype: "silu" ("swish"), "gelu" (the
+        exact one, by erf), "gelu_tanh" ("gelu_pytorch_tanh"), "relu", "relu2" (its square), "sigmoid"; or one of
+        jax.nn's functions silu, gelu (a functools.partial with `approximate`, too), relu, sigmoid.
       compute_dtype: x and the weights are cast to it, and the pre-activations have it. Float32 weights keep float32
         gradients that are never rounded to it.
       precision: of float32 products, as in `grouped_matmul`.
@@ -111,7 +113,7 @@ def grouped_glu(
             raise TypeError(f"w_up is {w_up.dtype} and w_gate is {w_gate.dtype}: cast one of them.")
     compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
-    check_choice("activation", activation, ACTIVATIONS)
+    act: str = activation_name(activation)
     check_choice("save", save, SAVES)
     device = device_of(x, w_gate, group_offsets)
     problem = Problem(
@@ -119,7 +121,7 @@ def grouped_glu(
     )
     plan = make_plan(problem, device, tuned_rows("grouped_glu", device, "grouped_matmul"), backend=backend, plan=plan)
     x_dtype, w_dtype = jnp.dtype(x.dtype), jnp.dtype(w_gate.dtype)
-    spec = Spec(plan, activation, save == "preactivations", precision, compute, x_dtype, w_dtype, x_dtype)
+    spec = Spec(plan, act, save == "preactivations", precision, compute, x_dtype, w_dtype, x_dtype)
     weights = (w_gate,) if w_up is None else (w_gate, w_up)
     result: Any = _glu(spec, False, *vary_together(x, weights, group_offsets))
     return result[0]

@@ -22,7 +22,7 @@ from jaxops._lib.arrays.checks import (
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.precision import named_cast, resolve_precision
-from jaxops._lib.numerics.activations import ACTIVATIONS
+from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops._lib.numerics.fp8 import Quantized
 from jaxops._lib.planning.device import device_of
 from jaxops._lib.planning.tuned import tuned_rows
@@ -43,7 +43,7 @@ Arrays = tuple[jax.Array, ...]  # one a piece
 def moe_mlp(
     x: jax.Array | Arrays, w_gate: jax.Array | Quantized, w_up: jax.Array | Quantized, w_down: jax.Array | Quantized,
     routing: Routing | tuple[Routing, ...], *,
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"] = "silu",
+    activation: Activation = "silu",
     compute_dtype=None, out_dtype=None, precision: lax.PrecisionLike = None,
     save: Literal["preactivations", "nothing"] = "preactivations", recipe: str | None = None,
     pow2_scales: bool = False, backend: str = "auto", plan: Plan | None = None,
@@ -121,7 +121,7 @@ def moe_mlp(
     xs: Arrays = x if isinstance(x, tuple) else (x,)
     routings = _check_pieces(xs, routing if isinstance(x, tuple) else (routing,), shape)
     out = float_dtype("out_dtype", xs[0].dtype if out_dtype is None else out_dtype)
-    check_choice("activation", activation, ACTIVATIONS)
+    act: str = activation_name(activation)
     check_choice("save", save, SAVES)
     # One plan for all pieces, made for the largest.
     sizes = (max(x.shape[0] for x in xs), routings[0].row_positions.shape[1], *shape)
@@ -142,7 +142,7 @@ def moe_mlp(
         plan = make_plan(
             Problem(*sizes, compute.name, fp8_recipe.name, stored), device, rows, backend=backend, plan=plan
         )
-        spec = fp8.Fp8Spec(plan, activation, save, compute, out, xs[0].dtype, w_dtype, recipe=fp8_recipe)
+        spec = fp8.Fp8Spec(plan, act, save, compute, out, xs[0].dtype, w_dtype, recipe=fp8_recipe)
         run = mlp_stored if stored else fp8.mlp_fp8
         outs = tuple(
             jnp.zeros((x.shape[0], shape[-1]), out) if 0 in (*x.shape, *sizes)
@@ -154,7 +154,7 @@ def moe_mlp(
     precision, compute = resolve_precision(precision, compute)
     rows = tuned_rows("grouped_matmul", device, "grouped_glu", "permute")
     plan = make_plan(Problem(*sizes, compute.name), device, rows, backend=backend, plan=plan)
-    spec = Spec(plan, activation, save, compute, out, xs[0].dtype, w_dtype, precision)
+    spec = Spec(plan, act, save, compute, out, xs[0].dtype, w_dtype, precision)
     outs = _mlp(spec, *vary_together(xs, experts, routings))
     return outs if isinstance(x, tuple) else outs[0]
 

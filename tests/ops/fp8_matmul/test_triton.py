@@ -155,6 +155,7 @@ UNITS = [
     ("relu", False, False, 4, False),
     ("silu", False, True, 4, False),
     ("sigmoid", False, False, 4, True),
+    ("relu2", False, True, 4, True),
     ("gelu_tanh", True, True, 3, False),
     ("gelu", True, True, 4, True),
 ]

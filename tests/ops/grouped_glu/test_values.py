@@ -83,7 +83,7 @@ def test_what_stands_outside_is_not_read(run, joined):
         ("fused", "relu"),
         *(
             pytest.param(*each, marks=pytest.mark.gpu)
-            for each in itertools.product(["gpu", "fused-gpu"], ["gelu", "gelu_tanh", "relu", "sigmoid"])
+            for each in itertools.product(["gpu", "fused-gpu"], ["gelu", "gelu_tanh", "relu", "relu2", "sigmoid"])
         ),
     ],
 )

@@ -142,6 +142,14 @@ def test_import_is_light_and_public_names_are_found():
     assert run.returncode == 0, run.stderr
 
 
+def test_an_older_jax_is_one_clear_error():
+    code = "import jax; jax.__version_info__, jax.__version__ = (0, 10, 1), '0.10.1'; import jaxops"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stderr.rstrip().endswith(
+        "ImportError: jaxops needs JAX 0.10.2 or newer, this is 0.10.1: pip install 'jax>=0.10.2,<0.13'"
+    )
+
+
 def test_public_names_are_listed_once_for_people_and_once_for_python():
     """What type checkers see is what is imported."""
     tree = ast.parse((ROOT / "jaxops" / "__init__.py").read_text())

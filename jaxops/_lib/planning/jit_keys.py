@@ -9,6 +9,9 @@ import importlib
 
 import jax
 
+if jax.__version_info__ < (0, 10, 2):
+    raise ImportError(f"jaxops needs JAX 0.10.2 or newer, this is {jax.__version__}: pip install 'jax>=0.10.2,<0.13'")
+
 rows_source = jax.make_user_context(default_value=None)  # see `jaxops.tuning.use_rows`
 problems = jax.make_user_context(default_value=None)  # see `jaxops.tuning.record`
 plans_watched = jax.make_user_context(default_value=None)  # see `jaxops._lib.planning.recorded`

@@ -12,9 +12,9 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Dtype, Initializer
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops.nn.arguments import check_backend, check_dtypes, check_sizes, make_part
 from jaxops.ops.adaln import Plan, adaln, gated_residual, gated_residual_adaln
+from jaxops.ops.grouped_glu import Activation, activation_name
 
 Per = Literal["sequence", "row"]
 default_modulation_init = nnx.initializers.zeros_init()

@@ -10,7 +10,6 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
 
-from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops.nn.arguments import (
     check_backend,
     check_columns,
@@ -22,6 +21,7 @@ from jaxops.nn.arguments import (
 )
 from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.nn.router import Router
+from jaxops.ops.grouped_glu import Activation, activation_name
 from jaxops.ops.moe_mlp import moe_mlp
 from jaxops.ops.route import Routing
 from jaxops.parallel import add_own_rows, gather_parts, gather_pieces

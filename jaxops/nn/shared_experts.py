@@ -11,7 +11,6 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops.nn.arguments import (
     check_backend,
     check_columns,
@@ -19,7 +18,7 @@ from jaxops.nn.arguments import (
     check_grouped_recipe,
     check_sizes,
 )
-from jaxops.ops.grouped_glu import grouped_glu
+from jaxops.ops.grouped_glu import Activation, activation_name, grouped_glu
 from jaxops.ops.grouped_matmul import grouped_matmul
 from jaxops.ops.moe_mlp import moe_mlp
 from jaxops.ops.route import Routing, partial_routing

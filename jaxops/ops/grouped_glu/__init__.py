@@ -1,5 +1,6 @@
 """Gated linear units over ragged, device-side row groups: the first half of a mixture-of-experts layer's experts."""
 
+from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops.ops.grouped_glu.api import glu_of_rows, grouped_glu
 from jaxops.ops.grouped_glu.fwd_pallas import Unit, launch_unit
 from jaxops.ops.grouped_glu.plan import (
@@ -16,6 +17,6 @@ from jaxops.ops.grouped_glu.plan import (
 )
 
 __all__ = [
-    "SAVES", "FusedTiles", "Plan", "Problem", "TileOrder", "Tiles", "Unit", "candidates", "few_rows", "few_rows_cut",
-    "glu_of_rows", "grouped_glu", "launch_unit", "make_plan",
+    "SAVES", "Activation", "FusedTiles", "Plan", "Problem", "TileOrder", "Tiles", "Unit", "activation_name",
+    "candidates", "few_rows", "few_rows_cut", "glu_of_rows", "grouped_glu", "launch_unit", "make_plan",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from jaxops.ops.packed_attention import packed_attention
     from jaxops.ops.permute import combine, permute
     from jaxops.ops.quantize import Quantized, dequantize, quantize
-    from jaxops.ops.route import Routing, route, update_router_bias
+    from jaxops.ops.route import Routing, route, route_choices, update_router_bias
     from jaxops.parallel import all_gather_matmul, matmul_reduce_scatter
 
 __version__ = "0.1.0"
@@ -36,7 +36,7 @@ __all__ = [
     "Quantized", "Routing", "adaln", "all_gather_matmul", "bucket_length", "cached_attention", "combine", "dequantize",
     "fp8_grouped_matmul", "fp8_matmul", "gated_residual", "gated_residual_adaln", "grouped_glu", "grouped_matmul",
     "grouped_wgrad", "inspect", "matmul_reduce_scatter", "modality_grouped_matmul", "moe_mlp", "packed_attention",
-    "permute", "quantize", "ragged_dot", "route", "update_router_bias",
+    "permute", "quantize", "ragged_dot", "route", "route_choices", "update_router_bias",
 ]  # fmt: skip
 _MODULES = {
     "jaxops.inspecting": ("inspect",),
@@ -51,7 +51,7 @@ _MODULES = {
     "jaxops.ops.packed_attention": ("packed_attention",),
     "jaxops.ops.permute": ("combine", "permute"),
     "jaxops.ops.quantize": ("Quantized", "dequantize", "quantize"),
-    "jaxops.ops.route": ("Routing", "route", "update_router_bias"),
+    "jaxops.ops.route": ("Routing", "route", "route_choices", "update_router_bias"),
     "jaxops.parallel": ("all_gather_matmul", "matmul_reduce_scatter"),
 }
 _SUBPACKAGES = ("nn", "offload", "ops", "parallel", "profiling", "tuning")

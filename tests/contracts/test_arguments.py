@@ -42,6 +42,7 @@ CALLS: dict[str, tuple] = {
     "quantize": (X,),
     "ragged_dot": (X, EXPERTS, jnp.array([2, 2])),
     "route": (X, 2),
+    "route_choices": (put([[0], [1], [0], [-1]], jnp.int32), X[:, :1], 2),
     "update_router_bias": (jnp.zeros(8), jnp.ones(8), 0.1),
 }
 ARRAY = jnp.int32(3)
@@ -100,6 +101,7 @@ RULES = {
     "longest": Rule((None, 1, np.int64(2)), COUNT, (0, -1)),
     "multiple": Rule((1, np.int32(7)), (*COUNT, None), (0, -128)),
     "norm": Rule(("rms",), (), CHOICE),
+    "num_experts": Rule((2, np.int64(3)), (*COUNT, None), (0, -1)),
     "normalize": FLAG,
     "expert_groups": Rule((2, np.int64(2)), (*COUNT, None), (0, -1, 3)),
     "out_dtype": FLOAT,

@@ -39,6 +39,7 @@ HEADS = {"q": shape(T, 4, D), "k": shape(T, 2, D), "v": shape(T, 2, D), "sequenc
 CACHE = {"qkv": shape(B, 8, D)} | dict.fromkeys(("k_cache", "v_cache"), shape(B, 2, 5, D)) | {"at": i32(B)}
 RIGHT: dict[str, dict[str, Any]] = {
     "route": {"logits": shape(5, 12), "k": 2, "selection_bias": shape(12), "expert_groups": 4, "top_expert_groups": 2},
+    "route_choices": {"experts": i32(5, 2), "weights": shape(5, 2), "num_experts": 4, "logits": shape(5, 4)},
     "update_router_bias": {"selection_bias": shape(4), "load": i32(4), "rate": 0.1},
     "permute": {"x": shape(T, D), "routing": ROUTING},
     "combine": {"rows": shape(R, D), "routing": ROUTING},
@@ -60,6 +61,14 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("route", {"mask": shape(5, 1, dtype="bool")}, ValueError, r"mask has shape \(5, 1\); .*\[T\] = \(5,\), True"),
     ("route", {"logits": shape(1 << 24, 256, dtype="bfloat16"), "selection_bias": None}, ValueError,
      r"16777216 x 256 elements.*fewer than 2\*\*31.*in parts"),
+    ("route_choices", {"experts": shape(5, 2, dtype="int16")}, TypeError, r"experts\.astype\(jnp\.int32"),
+    ("route_choices", {"num_experts": 1, "logits": None}, ValueError, r"\(5, 2\): k=2 choices.*1 to num_experts=1"),
+    ("route_choices", {"experts": i32(5, 0)}, ValueError, r"k=0 choices.*num_experts=4"),
+    ("route_choices", {"weights": shape(5, 3)}, ValueError, r"weights has shape \(5, 3\).*that of experts, \(5, 2\)"),
+    ("route_choices", {"mask": shape(4, dtype="bool")}, ValueError, r"mask has shape \(4,\); .*\[T\] = \(5,\), True"),
+    ("route_choices", {"logits": shape(5, 5)}, ValueError, r"logits has shape \(5, 5\).*num_experts\] = \(5, 4\)"),
+    ("route_choices", {"experts": i32(1 << 24, 2), "weights": shape(1 << 24, 2), "num_experts": 128, "logits": None},
+     ValueError, r"16777216 tokens x 128 experts.*2\*\*31.*in parts"),
     ("update_router_bias", {"load": i32(5)}, ValueError, r"bias has shape \(4,\) and load \(5,\); both must be \[E\]"),
     ("update_router_bias", {"selection_bias": shape(2, 2), "load": i32(2, 2)}, ValueError, r"both must be \[E\]"),
     ("permute", {"routing": vars(ROUTING)}, TypeError, r"routing is a dict; pass the jaxops\.Routing"),

@@ -163,6 +163,13 @@ def ragged_outside(a: Arguments) -> tuple[Arguments, list]:
     return {"lhs": mask}, [mask]
 
 
+def swapped_shapes(d: Dims) -> Arguments:
+    return ragged_shapes(d) | {"rhs": f32(d["G"], d["N"], d["K"])}
+
+
+SWAPPED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])  # rhs [G, N, K]
+
+
 def modality_shapes(d: Dims) -> Arguments:
     M, K, N, G = (d[name] for name in "MKNG")
     rhs = f32(G, K, 2 * N), f32(G, 2 * K, N)
@@ -207,6 +214,11 @@ GROUPED_OPS = [
     ),
     described(
         "ragged_dot", PRODUCT, ragged_shapes, grouped_plan, local=("lhs", "group_sizes"), outside=ragged_outside,
+        integers=lambda rng, d: {"group_sizes": np.diff(offsets(rng, d["M"], d["G"]))}, large=((MANY_ROWS, {}),),
+    ),
+    described(
+        "ragged_dot_general", PRODUCT, swapped_shapes, grouped_plan, {"ragged_dot_dimension_numbers": SWAPPED},
+        local=("lhs", "group_sizes"), outside=ragged_outside,
         integers=lambda rng, d: {"group_sizes": np.diff(offsets(rng, d["M"], d["G"]))}, large=((MANY_ROWS, {}),),
     ),
     described(

@@ -9,7 +9,8 @@ import pytest
 from tests.contracts.run import EVERYTHING, is_float, small
 
 # They take what JAX's own function takes, integers too; what is no matrix is flattened.
-OTHER_RULES, LEADING_AXES = ("ragged_dot", "update_router_bias"), ("fp8_matmul", "lhs")
+OTHER_RULES = "ragged_dot", "ragged_dot_general", "update_router_bias"
+LEADING_AXES = "fp8_matmul", "lhs"
 CASES = [
     (op.name, name) for op in EVERYTHING.values()
     if op.name not in OTHER_RULES and not op.sharded and not op.name.startswith("nn.")

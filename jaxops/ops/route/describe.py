@@ -69,7 +69,7 @@ DESCRIPTION = Description(
             wrt=("weights", "logits"),
             reference=lambda a: choices_reference(*(a[name] for name in _CHOICES)),
             reference_bytes=lambda a: 8 * a["num_experts"] * a["experts"].size,
-            problem=Problem(16384 * 8, 64),
+            problem=Problem(16384, 64),
         ),
         Function(update_router_bias),
     ),

@@ -134,3 +134,25 @@ def compute_dtype_of(
         choose = f", or pass compute_dtype=jnp.{x.dtype} ({gradients} {other.dtype})." if gradients else "."
         raise TypeError(f"{name} is {x.dtype} and {other_name} is {other.dtype}: cast one of them{choose}")
     return jnp.dtype(x.dtype)
+
+
+def check_out_sharding(out_sharding: Any) -> None:
+    """out_sharding, as of `jax.lax.dot_general`, is None, or a PartitionSpec or NamedSharding that splits no axis, or only
+    over mesh axes of one device.
+
+    Raises:
+      NotImplementedError: another one.
+    """
+    spec, mesh = out_sharding, jax.sharding.get_abstract_mesh()
+    if isinstance(out_sharding, jax.sharding.NamedSharding):
+        spec, mesh = out_sharding.spec, out_sharding.mesh
+    if spec is None:
+        return
+    if isinstance(spec, jax.sharding.PartitionSpec) and not (spec.unreduced or spec.reduced):
+        axes = [axis for part in spec for axis in (part if isinstance(part, tuple) else (part,)) if axis is not None]
+        if all(mesh.shape.get(axis) == 1 for axis in axes):
+            return
+    raise NotImplementedError(
+        f"out_sharding is {out_sharding}; only one that splits no axis is supported: constrain the result with "
+        "jax.lax.with_sharding_constraint, or call this inside jax.shard_map."
+    )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxops._lib.arrays.checks import FLOATS, check_array, check_dtype, check_integer, check_size
+from jaxops._lib.arrays.checks import FLOATS, check_array, check_dtype, check_integer, check_out_sharding, check_size
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.precision import kernels_have
 from jaxops._lib.planning.device import device_of
@@ -47,7 +47,7 @@ def ragged_dot(
       preferred_element_type: dtype of the result; that of `jax.lax.dot(lhs, rhs)` by default.
       group_offset: an integer, a scalar or [1], the index in group_sizes of rhs[0]'s group, for a shard that holds G of
         all groups. Rows of other groups are zeros. (JAX has the argument, but raises on it.)
-      out_sharding: must be None.
+      out_sharding: None, or one that splits no axis over several devices.
       backend, plan: as in `grouped_matmul`.
 
     Returns:
@@ -55,9 +55,10 @@ def ragged_dot(
 
     Raises:
       ValueError, TypeError: as `grouped_matmul`.
-      NotImplementedError: out_sharding; backend "triton" or "pallas" for dtypes or algorithms of the xla backend only.
+      NotImplementedError: an out_sharding that splits an axis; backend "triton" or "pallas" for dtypes or algorithms of
+        the xla backend only.
     """
-    refuse_out_sharding("ragged_dot", out_sharding)
+    check_out_sharding(out_sharding)
     for name, x, shape in (("lhs", lhs, "[M, K]"), ("rhs", rhs, "[G, K, N]")):
         check_array(name, x, f"a JAX array {shape}")
         if len(x.shape) != shape.count(",") + 1:
@@ -72,14 +73,6 @@ def ragged_dot(
     check_size("K of lhs (its columns)", lhs.shape[1], f"K of rhs {tuple(rhs.shape)}", k)
     offsets = offsets_of(group_sizes, group_offset, G)
     return Product(precision, preferred_element_type, backend, plan).rows(lhs, rhs, offsets)
-
-
-def refuse_out_sharding(name: str, out_sharding) -> None:
-    if out_sharding is not None:
-        raise NotImplementedError(
-            "out_sharding is not supported: constrain the result with jax.lax.with_sharding_constraint, or call "
-            f"{name} inside jax.shard_map."
-        )
 
 
 def offsets_of(group_sizes: jax.Array, group_offset, G: int, axis: int = 0) -> jax.Array:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.arrays.checks import check_array, check_choice, type_name
-from jaxops.ops.grouped_matmul.jax_ragged_dot import Product, offsets_of, refuse_out_sharding
+from jaxops._lib.arrays.checks import check_array, check_choice, check_out_sharding, type_name
+from jaxops.ops.grouped_matmul.jax_ragged_dot import Product, offsets_of
 from jaxops.ops.grouped_matmul.plan import Plan
 
 
@@ -49,7 +49,7 @@ def ragged_dot_general(
       ragged_dot_dimension_numbers: a `jax.lax.RaggedDotDimensionNumbers`.
       precision, preferred_element_type: as in `ragged_dot`.
       group_offset: as in `ragged_dot`, where the ragged axis is one of m.
-      out_sharding: must be None.
+      out_sharding: None, or one that splits no axis over several devices.
       backend, plan: as in `grouped_matmul`; "auto" or "xla" where the ragged axis is one of b.
 
     Returns:
@@ -60,7 +60,7 @@ def ragged_dot_general(
       TypeError: as `ragged_dot`; other dimension numbers than JAX's.
       NotImplementedError: as `ragged_dot`; group_offset or a kernel where there is none.
     """
-    refuse_out_sharding("ragged_dot_general", out_sharding)
+    check_out_sharding(out_sharding)
     for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)):
         check_array(name, x, "a JAX array")
     if not len(group_sizes.shape) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):

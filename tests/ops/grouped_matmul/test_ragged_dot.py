@@ -247,6 +247,13 @@ def test_group_offset_as_a_number():
             np.testing.assert_array_equal(dot(group_offset=offset), want)
 
 
+def test_an_out_sharding_that_splits_nothing():
+    lhs, rhs, _ = operands()
+    jax.eval_shape(
+        functools.partial(jaxops.ragged_dot, out_sharding=jax.sharding.PartitionSpec()), lhs, rhs, jnp.array(SIZES)
+    )
+
+
 def test_group_sizes_sum_past_their_dtype():
     got = jax.jit(jaxops.ragged_dot)(jnp.ones((250, 1)), jnp.array([[[1.0]], [[2.0]]]), jnp.array([100, 120], jnp.int8))
     np.testing.assert_array_equal(jnp.squeeze(got, 1), np.repeat([1, 2, 0], [100, 120, 30]))
@@ -270,7 +277,11 @@ def test_group_sizes_sum_past_their_dtype():
         ({"group_offset": True}, TypeError, "group_offset is a bool"),
         ({"lhs": jnp.ones((M, K + 1))}, ValueError, "K of lhs.*25.*24"),
         ({"rhs": jnp.ones((K, N))}, ValueError, r"rhs has shape \(24, 40\).*\[G, K, N\]"),
-        ({"out_sharding": jax.sharding.PartitionSpec()}, NotImplementedError, "out_sharding.*with_sharding_constraint"),
+        (
+            {"out_sharding": jax.sharding.PartitionSpec("i")},
+            NotImplementedError,
+            "out_sharding.*with_sharding_constraint",
+        ),
     ],
     ids=lambda p: next(iter(p)) if isinstance(p, dict) else None,
 )

@@ -137,8 +137,8 @@ def compute_dtype_of(
 
 
 def check_out_sharding(out_sharding: Any) -> None:
-    """out_sharding, as of `jax.lax.dot_general`, is None, or a PartitionSpec or NamedSharding that splits no axis, or only
-    over mesh axes of one device.
+    """out_sharding, as of `jax.lax.dot_general`, is None, or a PartitionSpec or NamedSharding that splits no axis, or
+    only over mesh axes of one device.
 
     Raises:
       NotImplementedError: another one.

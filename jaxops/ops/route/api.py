@@ -18,6 +18,7 @@ from jaxops._lib.arrays.checks import (
     check_number,
 )
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
+from jaxops._lib.arrays.symbolic import below, is_symbolic
 from jaxops.ops.route.bwd_pallas import backward_pallas
 from jaxops.ops.route.fwd_pallas import forward_pallas, sort_choices_pallas
 from jaxops.ops.route.plan import PLANNER, SCORES, Plan, Problem, Spec
@@ -104,7 +105,7 @@ def route(
         raise ValueError(f"k={k} experts cannot come from {groups}: at most {most} can.")
     if capacity is not None and check_integer("capacity", capacity) < 1:
         raise ValueError(f"capacity={capacity} must be at least 1, or None to drop nothing.")
-    if T * E >= _MAX_ELEMENTS:
+    if not below(T * E, _MAX_ELEMENTS):
         raise ValueError(f"logits have {T} x {E} elements; fewer than 2**31 are possible: route the tokens in parts.")
     if selection_bias is not None:
         # In bfloat16 a step of 0.001 would be lost.
@@ -116,7 +117,7 @@ def route(
     groups = (1, 1) if top_expert_groups == expert_groups else (expert_groups, top_expert_groups)
     normalize, weight_scale = check_flag("normalize", normalize), check_number("weight_scale", weight_scale)
     # An expert has at most T rows, since a token chooses it once.
-    capacity = None if capacity is None or capacity >= T else int(capacity)
+    capacity = None if capacity is None or (not is_symbolic(T) and capacity >= T) else int(capacity)
     spec = Spec(k, score, normalize, weight_scale, *groups, capacity, selection_bias is not None)
     return _route(spec, *PLANNER.prepare(Problem(T, E, groups[0]), backend, plan, logits, selection_bias, mask))
 
@@ -183,7 +184,7 @@ def route_choices(
         check_float("logits", logits, "[T, E]")
         if tuple(logits.shape) != (T, E):
             raise ValueError(f"logits has shape {tuple(logits.shape)}; it must be [T, num_experts] = {(T, E)}.")
-    if T * E >= _MAX_ELEMENTS:
+    if not below(T * E, _MAX_ELEMENTS):
         raise ValueError(f"{T} tokens x {E} experts; fewer than 2**31 are possible: route the tokens in parts.")
     operands = experts, weights.astype(jnp.float32), logits, mask
     return _route_choices(E, score, *PLANNER.prepare(Problem(T * k, E), backend, plan, *operands))

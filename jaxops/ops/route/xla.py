@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._lib.arrays.symbolic import is_symbolic
 from jaxops.ops.route.plan import TINY, Spec
 from jaxops.ops.route.routing import Routing, partial_routing
 from jaxops.ops.route.scores import GONE, keys_of, loss_factors
@@ -21,7 +22,11 @@ def sort_choices(experts: jax.Array, E: int, *, all_valid: bool) -> Routing:
     """
     (T, k), flat = experts.shape, experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)  # stable: within an expert in the order of tokens
-    offsets = jnp.searchsorted(flat[order], jnp.arange(E + 1, dtype=jnp.int32)).astype(jnp.int32)
+    numbers = jnp.arange(E + 1, dtype=jnp.int32)
+    if is_symbolic(T):  # a search has a number of steps
+        offsets = jnp.sum(flat[None, :] < numbers[:, None], axis=1, dtype=jnp.int32)
+    else:
+        offsets = jnp.searchsorted(flat[order], numbers).astype(jnp.int32)
     row = jnp.arange(T * k, dtype=jnp.int32)
     positions = jnp.zeros_like(order).at[order].set(row, unique_indices=True).reshape(T, k)
     indices = order // k

@@ -69,6 +69,8 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("route_choices", {"logits": shape(5, 5)}, ValueError, r"logits has shape \(5, 5\).*num_experts\] = \(5, 4\)"),
     ("route_choices", {"experts": i32(1 << 24, 2), "weights": shape(1 << 24, 2), "num_experts": 128, "logits": None},
      ValueError, r"16777216 tokens x 128 experts.*2\*\*31.*in parts"),
+    ("route", {"logits": np.zeros((5, 12))}, TypeError, r"logits is float64.*logits\.astype\(jnp\.float32\)"),
+    ("route", {"logits": np.zeros((5, 12), np.int8)}, TypeError, r"logits is int8.*logits\.astype\(jnp\.bfloat16\)"),
     ("update_router_bias", {"load": i32(5)}, ValueError, r"bias has shape \(4,\) and load \(5,\); both must be \[E\]"),
     ("update_router_bias", {"selection_bias": shape(2, 2), "load": i32(2, 2)}, ValueError, r"both must be \[E\]"),
     ("permute", {"routing": vars(ROUTING)}, TypeError, r"routing is a dict; pass the jaxops\.Routing"),

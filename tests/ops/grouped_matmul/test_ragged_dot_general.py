@@ -75,13 +75,21 @@ def test_in_the_kernels(run, case):
 @pytest.mark.parametrize("case", ["rows", "contraction, sizes of each", "batch"])
 @pytest.mark.parametrize(("dtypes", "preferred"), [(("bfloat16", "bfloat16"), None), (("int8", "int8"), "int32")])
 def test_dtypes(case, dtypes, preferred):
-    """As JAX's. Sums over outer axes are rounded once, as its own."""
+    """As JAX's."""
     *shapes, dimensions, sizes = CASES[case]
     lhs, rhs = (put(10 * x, dtype) for x, dtype in zip(operands(shapes), dtypes, strict=True))
     dots = jaxops.ragged_dot_general, lax.ragged_dot_general
     got, want = (f(lhs, rhs, jnp.asarray(sizes), dimensions, preferred_element_type=preferred) for f in dots)
     assert got.dtype == want.dtype
     assert_close(got, want, dtypes[0] if preferred is None else "float32", scale=0.5)
+
+
+def test_sums_over_outer_axes_are_rounded_once():
+    *shapes, dimensions, sizes = CASES["contraction, sizes of each"]
+    lhs, rhs = operands(shapes, "bfloat16")
+    got = jaxops.ragged_dot_general(lhs, rhs, jnp.asarray(sizes), dimensions)
+    want = ragged_dot_general_reference(lhs, rhs, jnp.asarray(sizes), dimensions).astype(jnp.bfloat16)
+    assert np.mean(np.asarray(got) != np.asarray(want)) < 0.02
 
 
 @pytest.mark.parametrize("case", ["rows", "rows, rhs transposed"])

@@ -22,13 +22,13 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from jaxops.ops.cached_attention import cached_attention
     from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
     from jaxops.ops.grouped_glu import grouped_glu
-    from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot
+    from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot, ragged_dot_general
     from jaxops.ops.modality_grouped_matmul import modality_grouped_matmul
     from jaxops.ops.moe_mlp import moe_mlp
     from jaxops.ops.packed_attention import packed_attention
     from jaxops.ops.permute import combine, permute
     from jaxops.ops.quantize import Quantized, dequantize, quantize
-    from jaxops.ops.route import Routing, route, update_router_bias
+    from jaxops.ops.route import Routing, route, route_choices, update_router_bias
     from jaxops.parallel import all_gather_matmul, matmul_reduce_scatter
 
 __version__ = "0.1.0"
@@ -36,7 +36,7 @@ __all__ = [
     "Quantized", "Routing", "adaln", "all_gather_matmul", "bucket_length", "cached_attention", "combine", "dequantize",
     "fp8_grouped_matmul", "fp8_matmul", "gated_residual", "gated_residual_adaln", "grouped_glu", "grouped_matmul",
     "grouped_wgrad", "inspect", "matmul_reduce_scatter", "modality_grouped_matmul", "moe_mlp", "packed_attention",
-    "permute", "quantize", "ragged_dot", "route", "update_router_bias",
+    "permute", "quantize", "ragged_dot", "ragged_dot_general", "route", "route_choices", "update_router_bias",
 ]  # fmt: skip
 _MODULES = {
     "jaxops.inspecting": ("inspect",),
@@ -45,13 +45,13 @@ _MODULES = {
     "jaxops.ops.cached_attention": ("cached_attention",),
     "jaxops.ops.fp8_matmul": ("fp8_grouped_matmul", "fp8_matmul"),
     "jaxops.ops.grouped_glu": ("grouped_glu",),
-    "jaxops.ops.grouped_matmul": ("grouped_matmul", "grouped_wgrad", "ragged_dot"),
+    "jaxops.ops.grouped_matmul": ("grouped_matmul", "grouped_wgrad", "ragged_dot", "ragged_dot_general"),
     "jaxops.ops.modality_grouped_matmul": ("modality_grouped_matmul",),
     "jaxops.ops.moe_mlp": ("moe_mlp",),
     "jaxops.ops.packed_attention": ("packed_attention",),
     "jaxops.ops.permute": ("combine", "permute"),
     "jaxops.ops.quantize": ("Quantized", "dequantize", "quantize"),
-    "jaxops.ops.route": ("Routing", "route", "update_router_bias"),
+    "jaxops.ops.route": ("Routing", "route", "route_choices", "update_router_bias"),
     "jaxops.parallel": ("all_gather_matmul", "matmul_reduce_scatter"),
 }
 _SUBPACKAGES = ("nn", "offload", "ops", "parallel", "profiling", "tuning")

@@ -238,7 +238,7 @@ def moe_mlp_stored() -> None:
 
 def routing() -> None:
     """Each kernel of the router: numbers of experts that are powers of two or not, expert groups, capacity; NaN; a
-    mask; one tile of tokens and several; logits of few tokens."""
+    mask; one tile of tokens and several; logits of few tokens; choices that are given."""
     rng = np.random.default_rng(0)
     for E, k, options in (
         (64, 8, {}),
@@ -253,14 +253,16 @@ def routing() -> None:
         for tile in (None, routes.Tiles(8, 2, 4), routes.Tiles(16, 16), routes.Tiles(512, 16, 4)):
 
             @jax.jit
-            def run(logits, bias, mask, k=k, options=options, tile=tile):
+            def run(logits, bias, mask, E=E, k=k, options=options, tile=tile):
                 def smooth(logits):
                     how = options | {"mask": mask, "plan": routes.Plan("pallas", tile, tile)}
                     r = jaxops.route(logits, k, selection_bias=bias, **how)
                     return (r.weights, r.aux_loss, r.z_loss), r
 
                 found, vjp, r = jax.vjp(smooth, logits, has_aux=True)
-                return r, vjp(found)
+                wild = r.experts + 7 * (r.experts % 3) - 2  # some are the same, some are no expert's number
+                plan = routes.Plan("pallas", tile, tile)
+                return r, vjp(found), jaxops.route_choices(wild, r.weights, E, mask=mask, plan=plan)
 
             for dtype, mask in (("float32", None), ("bfloat16", jnp.asarray(rng.random(M + 1) < 0.7))):
                 jax.block_until_ready(run(jnp.asarray(logits, dtype), bias, mask))

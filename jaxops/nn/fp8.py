@@ -12,7 +12,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxops.nn.arguments import check_backend, check_columns, check_recipe, check_sizes
 from jaxops.nn.linear import LinearParameters
-from jaxops.ops.fp8_matmul import RECIPES, Plan, fp8_matmul
+from jaxops.ops.fp8_matmul import RECIPES, Plan, check_out_sharding, fp8_matmul
 
 E4M3_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -227,7 +227,8 @@ class Fp8DotGeneral(Fp8Product):
     Raises:
       ValueError: a history below 1, an unknown recipe or backend; contracted axes of different sizes, a precision.
       TypeError: dtypes that `jaxops.fp8_matmul` does not quantize.
-      NotImplementedError: batch axes, no contracted axis, an out_sharding, an NVIDIA GPU without FP8.
+      NotImplementedError: batch axes, no contracted axis, an out_sharding that splits an axis, an NVIDIA GPU
+        without FP8.
     """
 
     def __call__(
@@ -250,9 +251,7 @@ class Fp8DotGeneral(Fp8Product):
                 f"dimension_numbers are {dimension_numbers}; an FP8 product has one contracted axis or more and no "
                 "batch axes. Leave this layer's dot_general at its default, or put the product under jax.vmap."
             )
-        if out_sharding is not None:
-            constrain = "constrain the result with jax.lax.with_sharding_constraint"
-            raise NotImplementedError(f"out_sharding is {out_sharding}; it must be None: {constrain}.")
+        check_out_sharding(out_sharding)
         if precision not in (None, "default", jax.lax.Precision.DEFAULT):
             raise ValueError(f"precision is {precision!r}; it must be None: the recipe sets the precision.")
         lhs_axes, rhs_axes = ([axis % x.ndim for axis in axes] for x, axes in zip((lhs, rhs), contracted, strict=True))

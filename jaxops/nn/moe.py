@@ -73,8 +73,9 @@ class MoE(nnx.Module):
       in_features: columns of x and of the result.
       hidden_features: width of an expert.
       router: a `jaxops.nn.Router`, or another module or function from tokens [T, in_features] (and mask=[T], where a
-        call has a mask) to a `jaxops.Routing`. A class, or a `functools.partial` of one, is called with (in_features,
-        num_experts, rngs=rngs), so that `flax.nnx.bridge.to_linen` makes a new router from each key.
+        call has a mask) to a `jaxops.Routing`, as of `jaxops.route_choices`. A class, or a `functools.partial` of one,
+        is called with (in_features, num_experts, rngs=rngs), so that `flax.nnx.bridge.to_linen` makes a new router from
+        each key.
       activation: of the gate, as in `jaxops.grouped_glu`.
       expert_axis: None, or the mesh axis over which the experts are split, or several in order.
       gather_tokens: whether tokens are split over expert_axis, too. They are gathered in dtype, the experts' results

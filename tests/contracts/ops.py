@@ -163,6 +163,13 @@ def ragged_outside(a: Arguments) -> tuple[Arguments, list]:
     return {"lhs": mask}, [mask]
 
 
+def swapped_shapes(d: Dims) -> Arguments:
+    return ragged_shapes(d) | {"rhs": f32(d["G"], d["N"], d["K"])}
+
+
+SWAPPED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])  # rhs [G, N, K]
+
+
 def modality_shapes(d: Dims) -> Arguments:
     M, K, N, G = (d[name] for name in "MKNG")
     rhs = f32(G, K, 2 * N), f32(G, 2 * K, N)
@@ -207,6 +214,11 @@ GROUPED_OPS = [
     ),
     described(
         "ragged_dot", PRODUCT, ragged_shapes, grouped_plan, local=("lhs", "group_sizes"), outside=ragged_outside,
+        integers=lambda rng, d: {"group_sizes": np.diff(offsets(rng, d["M"], d["G"]))}, large=((MANY_ROWS, {}),),
+    ),
+    described(
+        "ragged_dot_general", PRODUCT, swapped_shapes, grouped_plan, {"ragged_dot_dimension_numbers": SWAPPED},
+        local=("lhs", "group_sizes"), outside=ragged_outside,
         integers=lambda rng, d: {"group_sizes": np.diff(offsets(rng, d["M"], d["G"]))}, large=((MANY_ROWS, {}),),
     ),
     described(
@@ -273,6 +285,12 @@ def route_outside(a: Arguments) -> tuple[Arguments, list]:
     return {"logits": ~a["mask"][:, None]}, [~a["mask"][:, None], None, None]
 
 
+def choices_outside(a: Arguments) -> tuple[Arguments, list]:
+    """Tokens that do not count, and weights of choices of no expert."""
+    none = ~a["mask"][:, None] | (a["experts"] < 0) | (a["experts"] > 5)
+    return {"weights": none, "logits": ~a["mask"][:, None]}, [none, None, None]
+
+
 FEW = {"interpret": "few", "gpu": "few-gpu"}  # the kernel that gathers rows; grouped_glu has the others
 ROUTE = {"k": 3, "score": "sigmoid", "weight_scale": 2.5, "expert_groups": 4, "top_expert_groups": 2, "capacity": 5}
 TOKENS = {"T": 13, "D": 19, "k": 3, "E": 4}
@@ -298,6 +316,18 @@ ROUTING_OPS = [
         lambda d: {"logits": f32(d["T"], 12), "selection_bias": f32(12), "mask": jax.ShapeDtypeStruct((d["T"],), bool)},
         lambda run: route.Plan("xla") if run == "xla" else route.Plan("pallas", FWD, BWD), ROUTE,
         local=("logits", "mask"), outside=route_outside, integers=lambda rng, d: {"mask": rng.random(d["T"]) < 0.7},
+    ),
+    described(
+        "route_choices", {"T": 17},
+        lambda d: {"experts": i32(d["T"], 3), "weights": f32(d["T"], 3), "logits": f32(d["T"], 6)}
+        | {"mask": jax.ShapeDtypeStruct((d["T"],), bool)},
+        lambda run: route.Plan("xla") if run == "xla" else route.Plan("pallas", FWD, BWD),
+        {"num_experts": 6, "score": "sigmoid"}, local=("experts", "weights", "logits", "mask"), outside=choices_outside,
+        # Of six experts one is chosen never, some are chosen twice by a token, and some numbers are no expert's.
+        integers=lambda rng, d: {
+            "experts": rng.choice(np.array([-1, 0, 1, 2, 3, 5, 6, 2**31 - 1], np.int32), (d["T"], 3)),
+            "mask": rng.random(d["T"]) < 0.7,
+        },
     ),
     described(
         "update_router_bias", {"E": 8}, lambda d: {"selection_bias": f32(d["E"]), "load": i32(d["E"])},

@@ -1,5 +1,6 @@
 """The arrays of every op: a list, another rank or dtype is an error that names the argument, before any launch."""
 
+import dataclasses
 import re
 
 import jax
@@ -9,12 +10,35 @@ import pytest
 from tests.contracts.run import EVERYTHING, is_float, small
 
 # They take what JAX's own function takes, integers too; what is no matrix is flattened.
-OTHER_RULES, LEADING_AXES = ("ragged_dot", "update_router_bias"), ("fp8_matmul", "lhs")
-CASES = [
-    (op.name, name) for op in EVERYTHING.values()
-    if op.name not in OTHER_RULES and not op.sharded and not op.name.startswith("nn.")
+OTHER_RULES = "ragged_dot", "ragged_dot_general", "update_router_bias"
+LEADING_AXES = "fp8_matmul", "lhs"
+ARRAYS = [
+    (op.name, name) for op in EVERYTHING.values() if not op.sharded and not op.name.startswith("nn.")
     for name, x in small(op).items() if isinstance(x, np.ndarray) and "." not in name
 ]  # fmt: skip
+CASES = [case for case in ARRAYS if case[0] not in OTHER_RULES]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Stored:
+    """A tensor that another library has quantized, as qwix's QArray: it has the tensor's shape and dtype."""
+
+    qvalue: jax.Array
+    scale: jax.Array
+
+    shape = property(lambda self: self.qvalue.shape)
+    ndim = property(lambda self: self.qvalue.ndim)
+    dtype = property(lambda self: self.scale.dtype)
+
+
+@pytest.mark.parametrize(("op", "argument"), ARRAYS, ids=lambda name: name)
+def test_quantized_by_another_library(op, argument):
+    entry = EVERYTHING[op]
+    right = small(entry)
+    stored = Stored(np.zeros(right[argument].shape, np.int8), np.ones(1, right[argument].dtype))
+    with pytest.raises(TypeError, match=rf"\b{argument}\b is a Stored, a tree of several arrays.*dequantize it first"):
+        jax.eval_shape(lambda: entry.call(right | {argument: stored}, **entry.ways["xla"]))
 
 
 @pytest.mark.parametrize(("op", "argument"), CASES, ids=lambda name: name)

@@ -2,11 +2,14 @@
 
 import importlib
 import importlib.util
+import inspect
 import pathlib
 import pkgutil
 import re
 
 import pytest
+
+import jaxops
 
 ROOT = pathlib.Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
@@ -77,6 +80,17 @@ def test_names_exist():
     extending = [name for name in unknown.pop("docs/extending.md") if not name.startswith(own)]
     assert unknown == {}
     assert all(name.startswith("jaxops._lib.") and importlib.util.find_spec(name) for name in extending)
+
+
+def test_arguments_in_the_tables_of_ops():
+    """One that is passed by name only has a `=`, and no other has."""
+    rows = re.findall(r"^\| `jaxops\.(\w+)` \| (.*?) \|", TEXTS["docs/ops.md"], re.MULTILINE)
+    assert len(rows) > 15
+    for op, text in rows:
+        parameters = inspect.signature(getattr(jaxops, op)).parameters
+        for name, by_name in re.findall(r"\b([a-z]\w*)\b(=?)", re.sub(r"\(.*?\)", "", text)):
+            if name in parameters:
+                assert bool(by_name) == (parameters[name].kind is inspect.Parameter.KEYWORD_ONLY), f"{op}: {name}"
 
 
 def test_commands_exist():

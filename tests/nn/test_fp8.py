@@ -238,3 +238,18 @@ def test_a_history_needs_a_step():
 def test_what_dot_general_cannot_do(dims, options, error, says):
     with pytest.raises(error, match=says):
         Fp8DotGeneral()(jnp.ones((2, 3, 8)), jnp.ones((2, 8, 5)), dims, **options)
+
+
+def test_an_out_sharding_that_splits_nothing():
+    """As libraries pass it in every jit: not over an axis of several devices."""
+    lhs, rhs, dims = jnp.ones((2, 3, 8)), jnp.ones((8, 5)), (((2,), (0,)), ((), ()))
+    P, Named = jax.sharding.PartitionSpec, jax.sharding.NamedSharding
+    one, two = (jax.sharding.AbstractMesh((size,), ("i",)) for size in (1, 2))
+    call = lambda out_sharding: jax.eval_shape(lambda: Fp8DotGeneral()(lhs, rhs, dims, None, None, out_sharding))
+    right = P(), P(None, None), P(()), Named(two, P()), Named(two, P(None, (), None)), Named(one, P("i", None))
+    for out_sharding in right:
+        assert call(out_sharding).shape == (2, 3, 5)
+    wrong = P("i"), P(None, ("i",)), P(P.UNCONSTRAINED), Named(two, P("i")), P(unreduced={"i"})
+    for out_sharding in wrong:
+        with pytest.raises(NotImplementedError, match=r"out_sharding is .*with_sharding_constraint.*jax\.shard_map"):
+            call(out_sharding)

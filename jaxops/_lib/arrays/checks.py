@@ -17,9 +17,13 @@ def type_name(value: Any) -> str:
 
 
 def check_array(name: str, x, needed: str) -> None:
-    """x has a shape and a dtype."""
+    """x has a shape and a dtype, and is one array. A quantized tensor of another library is a tree of arrays with the
+    shape and the dtype of the tensor."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{name} is {type_name(x)}; pass {needed}.")
+    if not (hasattr(x, "__jax_array__") or jax.tree_util.all_leaves([x])):
+        tree = f"{name} is {type_name(x)}, a tree of several arrays"
+        raise TypeError(f"{tree}; pass {needed}: dequantize it first, as qwix.dequantize does.")
 
 
 def check_float(name: str, x: jax.Array, shape: str) -> None:
@@ -29,8 +33,8 @@ def check_float(name: str, x: jax.Array, shape: str) -> None:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}.")
     dtype = jnp.dtype(x.dtype).name
     if dtype not in FLOATS:
-        known = ", ".join(FLOATS)
-        raise TypeError(f"{name} is {dtype}; the kernels take {known}. Cast it, e.g. {name}.astype(jnp.bfloat16).")
+        known, nearest = ", ".join(FLOATS), "float32" if dtype == "float64" else "bfloat16"
+        raise TypeError(f"{name} is {dtype}; the kernels take {known}. Cast it, e.g. {name}.astype(jnp.{nearest}).")
 
 
 def check_exact(name: str, x, dtype: str, axes: str, shape: tuple[int, ...], what: str) -> None:
@@ -134,3 +138,25 @@ def compute_dtype_of(
         choose = f", or pass compute_dtype=jnp.{x.dtype} ({gradients} {other.dtype})." if gradients else "."
         raise TypeError(f"{name} is {x.dtype} and {other_name} is {other.dtype}: cast one of them{choose}")
     return jnp.dtype(x.dtype)
+
+
+def check_out_sharding(out_sharding: Any) -> None:
+    """out_sharding, as of `jax.lax.dot_general`, is None, or a PartitionSpec or NamedSharding that splits no axis, or
+    only over mesh axes of one device.
+
+    Raises:
+      NotImplementedError: another one.
+    """
+    spec, mesh = out_sharding, jax.sharding.get_abstract_mesh()
+    if isinstance(out_sharding, jax.sharding.NamedSharding):
+        spec, mesh = out_sharding.spec, out_sharding.mesh
+    if spec is None:
+        return
+    if isinstance(spec, jax.sharding.PartitionSpec) and not (spec.unreduced or spec.reduced):
+        axes = [axis for part in spec for axis in (part if isinstance(part, tuple) else (part,)) if axis is not None]
+        if all(mesh.shape.get(axis) == 1 for axis in axes):
+            return
+    raise NotImplementedError(
+        f"out_sharding is {out_sharding}; only one that splits no axis is supported: constrain the result with "
+        "jax.lax.with_sharding_constraint, or call this inside jax.shard_map."
+    )

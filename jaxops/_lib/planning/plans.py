@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.symbolic import is_symbolic
 from jaxops._lib.planning.device import Capability, Device, device_of, warn_once
 from jaxops._lib.planning.recorded import Decision, Source, note, watched
 from jaxops._lib.planning.tuned import tuned_rows
@@ -81,6 +82,7 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
       kernel: (pass, call) -> the kernel of a pass; by default, the backend's.
       fit: (pass, tiles, call) -> the tiles as this problem takes them, or an error.
       others: call -> the plan's other fields, or an error for what the backend cannot do.
+      symbolic: fields of the problem that may be symbolic sizes of `jax.export`, on the portable backend.
     """
 
     plan: type[PlanT]
@@ -96,6 +98,7 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
     kernel: Callable[[str, Call[ProblemT, PlanT]], str] = lambda name, call: call.backend
     fit: Callable[[str, TilesT, Call[ProblemT, PlanT]], TilesT] = lambda name, tiles, call: tiles
     others: Callable[[Call[ProblemT, PlanT]], dict[str, Any]] = lambda call: {}
+    symbolic: tuple[str, ...] = ()
 
     def make_plan(
         self,
@@ -212,6 +215,10 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
             if backend not in ("auto", plan.backend):
                 raise ValueError(f"backend={backend!r} contradicts plan.backend={plan.backend!r}: pass one of them.")
             backend = plan.backend
+        symbolic = [name for name, size in vars(problem).items() if is_symbolic(size)]
+        if symbolic:
+            backend = "xla" if backend == "auto" else backend
+            self._check_symbolic(problem, symbolic, backend)
         elif backend == "auto" and self.auto is not None:
             backend = self.auto(problem, device)
         elif backend == "auto" and self.triton is not None and self.triton(problem, device):
@@ -225,6 +232,20 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
                 f"kernels are interpreted); this is {device.kind}. Use backend='xla'."
             )
         return device, backend
+
+    def _check_symbolic(self, problem: ProblemT, names: list[str], backend: str) -> None:
+        """
+        Raises:
+          NotImplementedError: the backend needs these sizes of the problem as numbers.
+        """
+        sizes = ", ".join(f"{name}={getattr(problem, name)}" for name in names)
+        if not set(names) <= set(self.symbolic):
+            raise NotImplementedError(f"{sizes} is symbolic; {self.op} needs a number: export once for each size.")
+        if backend != "xla":
+            raise NotImplementedError(
+                f"{sizes} is symbolic; kernels need sizes that are known. Export with backend='xla', or once for each "
+                "length."
+            )
 
 
 def _name(kind: type) -> str:

@@ -17,6 +17,7 @@ from jaxops._lib.arrays.checks import (
     check_size,
 )
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
+from jaxops._lib.arrays.symbolic import is_symbolic
 from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops._lib.numerics.fp8 import BLOCK, FP8, Quantized
 from jaxops.ops.adaln.kernels_pallas import backward_pallas, forward_pallas
@@ -178,7 +179,8 @@ def _check(
     check_choice("norm", norm, STATS if "scale" in modulation else (None,))
     activation = activation_name(activation, optional=True)
     out = check_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype, (*FLOATS, *FP8)).name
-    offsets = np.array([0, T], np.int32) if offsets is None else offsets
+    if offsets is None:
+        offsets = jnp.stack([jnp.int32(0), jnp.asarray(T, jnp.int32)]) if is_symbolic(T) else np.array([0, T], np.int32)
     given = {"x": x, "h": rows.get("h"), "offsets": offsets} | modulation | affine
     operands: list[Any] = [given.get(name) for name in Arrays._fields]
     spec = Spec(norm, check_number("epsilon", epsilon, 0), activation, per_row, out)

@@ -224,6 +224,7 @@ def _key(pass_name: str, *, F: int, dtype: str, **_: Any) -> tuple:
 
 
 PLANNER = Planner(
-    Plan, Tiles, PASSES, heuristic, _search, key=_key, triton=_triton, kernel=lambda *_: "pallas", others=_others
-)
+    Plan, Tiles, PASSES, heuristic, _search, key=_key, triton=_triton, kernel=lambda *_: "pallas", others=_others,
+    symbolic=("M",),
+)  # fmt: skip
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -1,7 +1,5 @@
 """The public functions: checks and plans. product.py has the custom_vjp."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -91,7 +89,7 @@ def grouped_matmul(
     compute = compute_dtype_of("lhs", lhs, "rhs", rhs, compute_dtype, "the gradient of rhs stays")
     precision, compute = resolve_precision(precision, compute)
     problem = Problem(G, lhs.shape[0], K, N, compute.name, transpose_rhs)
-    chosen, lhs, rhs, bias, group_offsets = _prepare(problem, backend, plan, lhs, rhs, bias, group_offsets)
+    chosen, lhs, rhs, bias, group_offsets = PLANNER.prepare(problem, backend, plan, lhs, rhs, bias, group_offsets)
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
     spec = Spec("grouped_matmul", (chosen,), precision, compute, out, lhs.dtype, rhs.dtype, transpose_rhs)
     return matmul(spec, lhs, (rhs,), bias, group_offsets)
@@ -152,20 +150,9 @@ def grouped_wgrad(
                 "out_dtype away."
             )
         out_dtype = accumulate_into.dtype
-    chosen, lhs, dout, accumulate_into, group_offsets = _prepare(
+    chosen, lhs, dout, accumulate_into, group_offsets = PLANNER.prepare(
         Problem(G, M, K, N, compute.name), backend, plan, lhs, dout, accumulate_into, group_offsets
     )
     out = float_dtype("out_dtype", lhs.dtype if out_dtype is None else out_dtype)
     spec = Spec("grouped_matmul", (chosen,), precision, compute, out, lhs.dtype, dout.dtype)
     return wgrad(spec, ((G, K, N),), lhs, dout, accumulate_into, group_offsets)[0]
-
-
-def _prepare(problem: Problem, backend: str, plan: Plan | None, *operands: jax.Array | None) -> tuple[Any, ...]:
-    if not isinstance(problem.M, int):  # a symbolic size of jax.export: kernels have a static grid
-        backend = "xla" if backend == "auto" and plan is None else backend
-        if "xla" not in (backend, plan.backend if plan is not None else None):
-            raise NotImplementedError(
-                f"M={problem.M} is symbolic; kernels need sizes that are known. Export with backend='xla', or once "
-                "for each length."
-            )
-    return PLANNER.prepare(problem, backend, plan, *operands)

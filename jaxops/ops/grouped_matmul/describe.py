@@ -6,10 +6,12 @@ import jax.numpy as jnp
 from jaxops._lib.planning.description import Description, Function, Given, names, product_bytes
 from jaxops.ops.grouped_matmul.api import grouped_matmul, grouped_wgrad
 from jaxops.ops.grouped_matmul.jax_ragged_dot import ragged_dot
+from jaxops.ops.grouped_matmul.jax_ragged_dot_general import ragged_dot_general
 from jaxops.ops.grouped_matmul.plan import Problem
 from jaxops.ops.grouped_matmul.reference import (
     grouped_matmul_reference,
     grouped_wgrad_reference,
+    ragged_dot_general_reference,
 )
 from jaxops.ops.grouped_matmul.tuning import ProductTuning
 
@@ -27,6 +29,7 @@ def _wgrad_bytes(a: Given) -> int:
     return 4 * G * M * (K + N)
 
 
+_GENERAL = ("lhs", "rhs", "group_sizes", "ragged_dot_dimension_numbers", "group_offset")
 _PROBLEM = Problem(8, 32768, 4096, 14336, "bfloat16")
 DESCRIPTION = Description(
     functions=(
@@ -55,6 +58,13 @@ DESCRIPTION = Description(
             wrt=("lhs", "rhs"),
             reference=_ragged_dot,
             reference_bytes=product_bytes("lhs", "rhs"),
+            problem=_PROBLEM,
+        ),
+        Function(
+            ragged_dot_general,
+            wrt=("lhs", "rhs"),
+            reference=lambda a: ragged_dot_general_reference(*(a[name] for name in _GENERAL)),
+            reference_bytes=lambda a: 8 * a["lhs"].size * a["group_sizes"].shape[-1],
             problem=_PROBLEM,
         ),
     ),

@@ -3,11 +3,11 @@ the benchmarks' plain-XLA side."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.arrays.symbolic import is_symbolic
 from jaxops._lib.planning.traced_once import traced_once
 from jaxops.ops.grouped_matmul.modalities import Shapes, parts_of, shapes_of
 
@@ -16,16 +16,12 @@ _SYMBOLIC = 128  # rows of a tile if M is symbolic (jax.export); arrays are padd
 
 def _tile_rows(M: int, G: int) -> int:
     """Rows of a tile: about the mean group's, a power of two from 16 to 512 (2-core CPU, benchmarks/results/cpu)."""
-    return _SYMBOLIC if _is_symbolic(M) else min(512, max(16, power_of_2(M // max(G, 1))), M)
-
-
-def _is_symbolic(M) -> bool:
-    return not isinstance(M, (int, np.integer))
+    return _SYMBOLIC if is_symbolic(M) else min(512, max(16, power_of_2(M // max(G, 1))), M)
 
 
 def _padded(x: jax.Array, M) -> jax.Array:
     """x[M, columns], padded if it may be shorter than a tile."""
-    return jnp.pad(x, ((0, _SYMBOLIC), (0, 0))) if _is_symbolic(M) else x
+    return jnp.pad(x, ((0, _SYMBOLIC), (0, 0))) if is_symbolic(M) else x
 
 
 def _sum_dtype(dtype) -> jnp.dtype:
@@ -65,7 +61,7 @@ def _for_each_tile(offsets: jax.Array, M: int, body, init: jax.Array) -> jax.Arr
         g = jnp.sum(behind <= t, dtype=jnp.int32)
         start = _at(first, g) + bm * t
         # Clamped as dynamic_slice would do; the mask follows.
-        slice_start = start if _is_symbolic(M) else jnp.minimum(start, M - bm)
+        slice_start = start if is_symbolic(M) else jnp.minimum(start, M - bm)
         row = slice_start + jnp.arange(bm, dtype=jnp.int32)
         return body(g, slice_start, bm, ((start <= row) & (row < _at(end, g)))[:, None], carry)
 

@@ -190,5 +190,5 @@ def _stored_parts(call: Call[Problem, Plan]) -> dict[str, Any]:
 
 
 make_plan = Planner(
-    Plan, needs=lambda problem: ADA if problem.recipe else AMPERE, triton=_triton, others=_others
+    Plan, needs=lambda problem: ADA if problem.recipe else AMPERE, triton=_triton, others=_others, symbolic=("T",)
 ).make_plan

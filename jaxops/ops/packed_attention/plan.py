@@ -208,6 +208,7 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
 
 
 PLANNER = Planner(
-    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto, others=_others
-)
+    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto, others=_others,
+    symbolic=("T", "S"),
+)  # fmt: skip
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxops._lib.arrays.symbolic import is_symbolic, least
 from jaxops._lib.ragged.offsets import clip_bounds
 
 _FEW = 1024  # offsets that all rows are compared with at once; a search in more is a loop
@@ -44,9 +45,10 @@ def visible_rows(
     if visible_until is not None:
         end = visible_until
     if window is not None:
-        first = own - min(window, S)
+        reach = least(min(window, 2**30) if is_symbolic(S) else window, S)  # row numbers stay in the range of int32
+        first = own - reach
         if not causal and visible_until is None:
-            end = own + min(window, S) + 1
+            end = own + reach + 1
     first, end = jnp.clip(first, start, stop), jnp.clip(end, start, stop)
     sees = inside & (first < end)
     return (
@@ -70,7 +72,9 @@ def blocks_that_see(first: jax.Array, end: jax.Array, *, S: int, bq: int, bk: in
 
 def most_pairs(*, T: int, S: int, causal: bool, window: int | None, free: bool, longest: int | None) -> int:
     """Pairs of a query and a key that it sees, at the most: one sequence of all rows, or as many as there can be of the
-    longest. free: visible_until says where runs end."""
+    longest. free: visible_until says where runs end. 0 for symbolic sizes, of which no kernel is launched."""
+    if is_symbolic(T) or is_symbolic(S):
+        return 0
     keys = S if longest is None else min(S, longest)
     behind = keys if window is None else min(keys, window + 1)
     if causal:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.symbolic import least
 from jaxops.ops.packed_attention.plan import Arrays, Spec
 
 # Instead of a masked score: with -inf, a row without keys and its gradients are NaN.
@@ -127,10 +128,16 @@ def _gradients(
     )
 
 
+def _whole(x: jax.Array, axis: int, rows: int) -> jax.Array:
+    """x, padded with zeros to whole blocks of rows. (This sum of a symbolic size JAX can compare; not that of `%`.)"""
+    more = rows * -(-x.shape[axis] // rows) - x.shape[axis]
+    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+
+
 def _in_blocks(x: jax.Array, axis: int, rows: int) -> jax.Array:
     """[..., T, ...] -> [T / rows, ..., rows, ...], padded with zeros."""
-    x = jnp.pad(x, [(0, -x.shape[axis] % rows if i == axis else 0) for i in range(x.ndim)])
-    x = x.reshape(*x.shape[:axis], -1, rows, *x.shape[axis + 1 :])
+    x = _whole(x, axis, rows)
+    x = x.reshape(*x.shape[:axis], x.shape[axis] // rows, rows, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)
 
 
@@ -153,8 +160,8 @@ def _cut(x: jax.Array, i: jax.Array, block: int) -> jax.Array:
 
 def _forward_in_blocks(spec: Spec, block: int, rows: Rows, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The online softmax of Milakov and Gimelshein 2018 (arXiv:1805.02867), as in FlashAttention."""
-    (_, K, G, H), size, block = rows.q.shape, min(block, rows.q.shape[0]), min(block, k.shape[0])
-    k, v = (jnp.pad(x, ((0, -x.shape[0] % block), (0, 0), (0, 0))) for x in (k, v))
+    (_, K, G, H), size, block = rows.q.shape, least(block, rows.q.shape[0]), least(block, k.shape[0])
+    k, v = (_whole(x, 0, block) for x in (k, v))
     zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
     none, _ = vary_together((zeros((K, G, size)) + _LOW, zeros((K, G, size)), zeros((K, G, size, H))), (rows, k))
 
@@ -169,8 +176,8 @@ def _forward_in_blocks(spec: Spec, block: int, rows: Rows, k: jax.Array, v: jax.
 def _backward_in_blocks(
     spec: Spec, block: int, rows: Rows, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    S, size, block = k.shape[0], min(block, rows.q.shape[0]), min(block, k.shape[0])
-    k, v = (jnp.pad(x, ((0, -S % block), (0, 0), (0, 0))) for x in (k, v))
+    S, size, block = k.shape[0], least(block, rows.q.shape[0]), least(block, k.shape[0])
+    k, v = (_whole(x, 0, block) for x in (k, v))
     (sums, none), _ = vary_together(
         (jnp.zeros((2, *k.shape), jnp.float32), jnp.zeros((size, *rows.q.shape[1:]), jnp.float32)), (rows, k)
     )

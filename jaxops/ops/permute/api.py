@@ -19,6 +19,7 @@ from jaxops._lib.arrays.checks import (
     type_name,
 )
 from jaxops._lib.arrays.differentiable import differentiable
+from jaxops._lib.arrays.symbolic import below
 from jaxops._lib.numerics.fp8 import Quantized
 from jaxops.ops.permute.kernels_pallas import combine_bwd_pallas, combine_pallas, permute_pallas
 from jaxops.ops.permute.plan import PLANNER, Plan, Problem
@@ -163,7 +164,7 @@ def check_routing(routing: Routing, *, weights: bool = True) -> Routing:
         axes, shape = ("[T * k]", (T * k,)) if name == "row_indices" else ("[T, k]", (T, k))
         check_exact(f"routing.{name}", getattr(routing, name), dtype, axes, shape, f"as row_positions are {(T, k)}")
     check_offsets(routing.group_offsets, "routing.group_offsets")
-    if T * k >= _MAX_ROWS:
+    if not below(T * k, _MAX_ROWS):
         given = f"{T} tokens with {k} choices are {T * k} rows"
         raise ValueError(f"{given}; fewer than 2**31 are possible (int32 row numbers): take the tokens in parts.")
     return partial_routing(**{name: getattr(routing, name) for name in (*names, "group_offsets")})

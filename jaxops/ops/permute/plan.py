@@ -94,5 +94,5 @@ def _key(pass_name: str, *, D: int, k: int, dtype: str, **_: Any) -> tuple:
     return pass_name, D, power_of_2(k), dtype
 
 
-PLANNER = Planner(Plan, Tiles, PASSES, heuristic, _search, key=_key)
+PLANNER = Planner(Plan, Tiles, PASSES, heuristic, _search, key=_key, symbolic=("T",))
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -1,5 +1,6 @@
 """The public functions: checks, then the custom_vjp that wires the passes together."""
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -17,11 +18,12 @@ from jaxops._lib.arrays.checks import (
     check_number,
 )
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
+from jaxops._lib.arrays.symbolic import below, is_symbolic
 from jaxops.ops.route.bwd_pallas import backward_pallas
-from jaxops.ops.route.fwd_pallas import forward_pallas
+from jaxops.ops.route.fwd_pallas import forward_pallas, sort_choices_pallas
 from jaxops.ops.route.plan import PLANNER, SCORES, Plan, Problem, Spec
 from jaxops.ops.route.routing import Routing, partial_routing
-from jaxops.ops.route.xla import backward_xla, forward_xla
+from jaxops.ops.route.xla import backward_xla, counted, forward_xla, losses, sort_choices
 
 _MAX_ELEMENTS = 2**31  # of one array: row numbers, and offsets in a kernel, are int32
 
@@ -103,7 +105,7 @@ def route(
         raise ValueError(f"k={k} experts cannot come from {groups}: at most {most} can.")
     if capacity is not None and check_integer("capacity", capacity) < 1:
         raise ValueError(f"capacity={capacity} must be at least 1, or None to drop nothing.")
-    if T * E >= _MAX_ELEMENTS:
+    if not below(T * E, _MAX_ELEMENTS):
         raise ValueError(f"logits have {T} x {E} elements; fewer than 2**31 are possible: route the tokens in parts.")
     if selection_bias is not None:
         # In bfloat16 a step of 0.001 would be lost.
@@ -115,9 +117,77 @@ def route(
     groups = (1, 1) if top_expert_groups == expert_groups else (expert_groups, top_expert_groups)
     normalize, weight_scale = check_flag("normalize", normalize), check_number("weight_scale", weight_scale)
     # An expert has at most T rows, since a token chooses it once.
-    capacity = None if capacity is None or capacity >= T else int(capacity)
+    capacity = None if capacity is None or (not is_symbolic(T) and capacity >= T) else int(capacity)
     spec = Spec(k, score, normalize, weight_scale, *groups, capacity, selection_bias is not None)
     return _route(spec, *PLANNER.prepare(Problem(T, E, groups[0]), backend, plan, logits, selection_bias, mask))
+
+
+def route_choices(
+    experts: jax.Array, weights: jax.Array, num_experts: int, *, mask: jax.Array | None = None,
+    logits: jax.Array | None = None, score: Literal["softmax", "sigmoid"] = "softmax", backend: str = "auto",
+    plan: Plan | None = None,
+) -> Routing:  # fmt: skip
+    """The `Routing` of experts and weights that another router chose: sorts the chosen rows by expert, as `route`.
+
+    A choice that is not from 0 to num_experts - 1, such as -1, has no row and weight 0, and is not in the load. A token
+    may choose an expert several times: each choice has a row. No host sync; new choices never recompile. Differentiable
+    (reverse mode) in weights, and in logits through aux_loss and z_loss. Deterministic.
+
+    >>> import jax.numpy as jnp, jaxops
+    >>> experts = jnp.array([[1, 0], [1, 2], [0, 2]], jnp.int32)  # of three tokens, the last one is padding
+    >>> weights, mask = jnp.full((3, 2), 0.5), jnp.array([True, True, False])
+    >>> r = jaxops.route_choices(experts, weights, 3, mask=mask)
+    >>> r.load.tolist(), r.group_offsets.tolist(), r.row_indices.tolist()
+    ([1, 2, 1], [0, 1, 3, 4], [0, 0, 1, 1, 0, 0])
+    >>> r.weights.tolist(), r.aux_loss is None
+    ([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]], True)
+
+    Args:
+      experts: [T, k] int32, as of `jax.lax.top_k`. k is at most num_experts.
+      weights: [T, k], bfloat16, float16 or float32, the factor on each choice's result. They are not normalized.
+      num_experts: number of experts E, a Python integer.
+      mask: [T] bool, which tokens count; None for all. Another token, such as padding, has no row, weights of 0, and is
+        not in load, aux_loss and z_loss. Its weights and logits (NaN, too) reach no result; their gradient is 0.
+      logits: [T, E], bfloat16, float16 or float32, of which aux_loss and z_loss are made, as by `route`. Without them
+        both are None.
+      score: of the logits, "softmax" or "sigmoid", as in `route`.
+      backend: as in `route`.
+      plan: a `Plan` of `route` for T * k tokens with one choice each; only plan.fwd counts.
+
+    Returns:
+      A `Routing`. Its experts are those that were passed.
+
+    Raises:
+      ValueError: shapes that do not fit, k larger than num_experts, an unknown score or backend.
+      TypeError: dtypes that the kernels do not take, num_experts that is not a Python integer; forward-mode
+        differentiation (JAX's own error).
+
+    Residuals: "route.routing" (checkpoint names).
+
+    Source: the sort of MegaBlocks' routers (Gale et al. 2022, arXiv:2211.15841); the losses are those of `route`.
+    """
+    E = check_integer("num_experts", num_experts, 1)
+    check_array("experts", experts, "an int32 array [T, k]")
+    if len(experts.shape) != 2:
+        raise ValueError(f"experts has shape {tuple(experts.shape)}; it must be [T, k].")
+    T, k = experts.shape
+    check_exact("experts", experts, "int32", "[T, k]", (T, k), "the number of each choice's expert")
+    if not 1 <= k <= E:
+        raise ValueError(f"experts has shape {(T, k)}: k={k} choices of each token must be from 1 to num_experts={E}.")
+    check_float("weights", weights, "[T, k]")
+    if tuple(weights.shape) != (T, k):
+        raise ValueError(f"weights has shape {tuple(weights.shape)}; it must be that of experts, {(T, k)}.")
+    check_choice("score", score, SCORES)
+    if mask is not None:
+        check_exact("mask", mask, "bool", "[T]", (T,), "True for each token that counts")
+    if logits is not None:
+        check_float("logits", logits, "[T, E]")
+        if tuple(logits.shape) != (T, E):
+            raise ValueError(f"logits has shape {tuple(logits.shape)}; it must be [T, num_experts] = {(T, E)}.")
+    if not below(T * E, _MAX_ELEMENTS):
+        raise ValueError(f"{T} tokens x {E} experts; fewer than 2**31 are possible: route the tokens in parts.")
+    operands = experts, weights.astype(jnp.float32), logits, mask
+    return _route_choices(E, score, *PLANNER.prepare(Problem(T * k, E), backend, plan, *operands))
 
 
 def update_router_bias(selection_bias: jax.Array, load: jax.Array, rate: float | jax.Array) -> jax.Array:
@@ -155,6 +225,47 @@ def update_router_bias(selection_bias: jax.Array, load: jax.Array, rate: float |
 
 
 Maybe = jax.Array | None
+
+
+def _sort(E: int, score: str, plan: Plan, experts: jax.Array, weights: jax.Array, logits: Maybe, mask: Maybe) -> Any:
+    T, k = experts.shape
+    has_row = (experts >= 0) & (experts < E) & (True if mask is None else mask[:, None])
+    if plan.backend == "xla" or T == 0:
+        rows = sort_choices(jnp.where(has_row, experts, E), E, all_valid=False)
+    else:  # each choice is a token with one choice, so that a token may choose an expert twice
+        assert plan.fwd is not None  # make_plan fills it
+        single = jnp.where(has_row, experts, -1).reshape(-1, 1)
+        rows = sort_choices_pallas(single, E=E, tile=plan.fwd, interpret=plan.on.interpret)
+        positions, tokens = rows.row_positions.reshape(T, k), rows.row_indices // k
+        rows = dataclasses.replace(rows, row_positions=positions, row_indices=tokens)
+    given = {"weights": jnp.where(has_row, weights, 0), "experts": experts}
+    return dataclasses.replace(rows, **given, **_losses(score, k, logits, rows.load, mask))
+
+
+def _losses(score: str, k: int, logits: Maybe, load: jax.Array, mask: Maybe) -> dict[str, jax.Array]:
+    if logits is None:
+        return {}
+    tokens = None if mask is None else jnp.sum(mask, dtype=jnp.int32)
+    return dict(zip(("aux_loss", "z_loss"), losses(score, k, counted(logits, mask), load, mask, tokens), strict=True))
+
+
+def _sort_fwd(E: int, score: str, plan: Plan, experts: jax.Array, weights: jax.Array, logits: Maybe, mask: Maybe):
+    routed = _route_choices(E, score, plan, experts, weights, logits, mask)
+    r: Any = checkpoint_name(routed, "route.routing")
+    return r, (logits, mask, partial_routing(row_positions=r.row_positions, load=r.load))
+
+
+def _sort_bwd(E: int, score: str, plan: Plan, residuals, d: Routing):
+    logits, mask, r = residuals
+    T, k = r.row_positions.shape
+    dweights = jnp.where(r.row_positions < T * k, d.weights, 0)
+    if logits is None:
+        return None, dweights, None, None
+    _, vjp = jax.vjp(lambda logits: _losses(score, k, logits, r.load, mask), logits)
+    return None, dweights, *vjp({"aux_loss": d.aux_loss, "z_loss": d.z_loss}), None
+
+
+_route_choices = differentiable(_sort, _sort_fwd, _sort_bwd, static=3)
 
 
 def _forward(spec: Spec, plan: Plan, logits: jax.Array, selection_bias: Maybe, mask: Maybe) -> Any:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._lib.planning.description import Description, Function, Given, Tuning, in_float32, names
-from jaxops.ops.route.api import route, update_router_bias
+from jaxops.ops.route.api import route, route_choices, update_router_bias
 from jaxops.ops.route.plan import PLANNER, Problem, Spec
-from jaxops.ops.route.reference import route_reference
+from jaxops.ops.route.reference import choices_reference, route_reference
 
 
 def _reference(a: Given) -> Any:
@@ -19,6 +19,9 @@ def _reference(a: Given) -> Any:
     if not T:
         return in_float32(route, a)  # the reference's losses are means of nothing
     return route_reference(spec, a["logits"], a["selection_bias"], a["mask"])
+
+
+_CHOICES = ("experts", "weights", "num_experts", "mask", "logits", "score")
 
 
 class _Tuning(Tuning):
@@ -58,6 +61,14 @@ DESCRIPTION = Description(
             wrt=("logits",),
             reference=_reference,
             reference_bytes=lambda a: 4 * a["k"] * a["logits"].size,
+            problem=Problem(16384, 64),
+        ),
+        Function(
+            route_choices,
+            residuals=names("route", "routing"),
+            wrt=("weights", "logits"),
+            reference=lambda a: choices_reference(*(a[name] for name in _CHOICES)),
+            reference_bytes=lambda a: 8 * a["num_experts"] * a["experts"].size,
             problem=Problem(16384, 64),
         ),
         Function(update_router_bias),

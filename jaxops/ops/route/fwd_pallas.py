@@ -1,6 +1,8 @@
 """Routing forward as Pallas kernels lowered through Triton. With several tiles of tokens they are three: choose
-experts, count over tiles, assign rows. One tile, as of a decode step, is one launch: its program counts all tokens."""
+experts, count over tiles, assign rows. One tile, as of a decode step, is one launch: its program counts all tokens.
+Of choices that are given, the first kernel only counts."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,7 +19,7 @@ from jaxops._lib.planning.costs import bytes_of
 from jaxops._lib.planning.traced_once import traced_once
 from jaxops.ops.route.columns_pallas import Columns, Scores, counted, each_choice, each_step, load_column
 from jaxops.ops.route.plan import TINY, Spec, Tiles
-from jaxops.ops.route.routing import Routing
+from jaxops.ops.route.routing import Routing, partial_routing
 from jaxops.ops.route.scores import GONE, keys_of, loss_factors
 
 # Of the count kernel. 8 columns of 4 bytes are an L2 sector, and few columns per program make many programs; 1,024
@@ -127,17 +129,20 @@ def _count_kernel(ref: dict, *, step: int):
         counts = plgpu.load(ref["counts"].at[tile, column], mask=mask, other=0)
         before = count + jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts
         plgpu.store(ref["before"].at[tile, column], before, mask=mask)
-        sums = plgpu.load(ref["sums"].at[tile, column], mask=(tile < tiles) & (column <= E), other=0.0)
         count = count + jnp.sum(counts, axis=0, keepdims=True, dtype=jnp.int32)
-        return count, total + jnp.sum(sums, axis=0, keepdims=True)
+        if "sums" in ref:
+            sums = plgpu.load(ref["sums"].at[tile, column], mask=(tile < tiles) & (column <= E), other=0.0)
+            total = total + jnp.sum(sums, axis=0, keepdims=True)
+        return count, total
 
     zeros = (jnp.zeros((1, _COLUMNS), jnp.int32), jnp.zeros((1, _COLUMNS), jnp.float32))
     count, total = lax.fori_loop(0, pl.cdiv(tiles, step), add, zeros)
     plgpu.store(ref["load"].at[column], count, mask=column < E)
-    plgpu.store(ref["totals"].at[column], total, mask=column <= E)
+    if "sums" in ref:
+        plgpu.store(ref["totals"].at[column], total, mask=column <= E)
 
 
-def _assign(ref: dict, spec: Spec, tile: Tiles, before: jax.Array, load: jax.Array) -> None:
+def _assign(ref: dict, capacity: int | None, tile: Tiles, before: jax.Array, load: jax.Array) -> None:
     """Stores the row of each choice of a program's tokens, and each row's token. The first program stores offsets.
 
     Args:
@@ -147,7 +152,7 @@ def _assign(ref: dict, spec: Spec, tile: Tiles, before: jax.Array, load: jax.Arr
     (T, k), E, pid = ref["experts"].shape, ref["load"].shape[0], pl.program_id(0)
     columns = Columns(E)
     experts, shape = columns.experts, (tile.step, columns.width)
-    kept = load if spec.capacity is None else jnp.minimum(load, spec.capacity)
+    kept = load if capacity is None else jnp.minimum(load, capacity)
     starts = jnp.cumsum(kept, axis=1, dtype=jnp.int32) - kept
     end = jnp.sum(kept, axis=1, keepdims=True, dtype=jnp.int32)
 
@@ -161,14 +166,14 @@ def _assign(ref: dict, spec: Spec, tile: Tiles, before: jax.Array, load: jax.Arr
         member, token = choice < k, jnp.broadcast_to(row, shape)
         upto = jnp.cumsum(member.astype(jnp.int32), axis=0, dtype=jnp.int32)
         rank = before + upto - 1
-        has_row = member if spec.capacity is None else member & (rank < spec.capacity)
+        has_row = member if capacity is None else member & (rank < capacity)
         # Masked elements index one past the end: a GPU ignores them, but Pallas' interpreter stores the old value
         # there.
         position = jnp.where(has_row, starts + rank, T * k)
         plgpu.store(ref["row_positions"].at[token, choice], position, mask=member)
         plgpu.store(ref["row_indices"].at[position], token, mask=has_row)
-        if spec.capacity is not None:
-            dropped = member & (rank >= spec.capacity)
+        if capacity is not None:
+            dropped = member & (rank >= capacity)
             at = ref["weights"].at[token, jnp.where(dropped, choice, k)]
             plgpu.store(at, jnp.zeros(shape, jnp.float32), mask=dropped)
         if "mask" in ref:  # no choice of a token that does not count has a row
@@ -178,7 +183,7 @@ def _assign(ref: dict, spec: Spec, tile: Tiles, before: jax.Array, load: jax.Arr
         return before + jnp.sum(member.astype(jnp.int32), axis=0, keepdims=True, dtype=jnp.int32)
 
     each_step(pid, tile, T, body, before)
-    if spec.capacity is not None or "mask" in ref:
+    if capacity is not None or "mask" in ref:
         # Zeros in the row_indices behind the last expert's rows. Every program looks at an equal part of all rows.
         first = pid * tile.rows * k
         last = first + jnp.arange(power_of_2(tile.rows * k), dtype=jnp.int32)[None, :]
@@ -202,13 +207,16 @@ def _store_losses(ref: dict, load: jax.Array, shares: jax.Array, z: jax.Array) -
     plgpu.store(ref["z_loss"].at[one], z * of_z)
 
 
-def _assign_kernel(ref: dict, *, spec: Spec, tile: Tiles):
-    """A program's tokens: the row of each choice, and each row's token. The first program writes offsets, losses."""
+def _assign_kernel(ref: dict, *, capacity: int | None, tile: Tiles):
+    """A program's tokens: the row of each choice, and each row's token. The first program writes offsets, and losses
+    if there are sums."""
     E, pid = ref["load"].shape[0], pl.program_id(0)
     columns, one = Columns(E), jnp.zeros((1, 1), jnp.int32)
     load = columns.load_vector(ref["load"], 0)
     at, mask = columns.at(ref["before"], one + pid, one == 0)
-    _assign(ref, spec, tile, plgpu.load(at, mask=mask, other=0), load)
+    _assign(ref, capacity, tile, plgpu.load(at, mask=mask, other=0), load)
+    if "totals" not in ref:
+        return
 
     @pl.when(pid == 0)
     def _():
@@ -225,7 +233,82 @@ def _one_tile_kernel(ref: dict, *, spec: Spec, tile: Tiles, interpret: bool):
     if not interpret:  # Pallas' interpreter has no rule for a barrier, nor threads
         plgpu.debug_barrier()
     ungrouped = Columns(columns.E)  # of other columns than `load`, if experts are in groups
-    _assign(ref, spec, tile, jnp.zeros((1, ungrouped.width), jnp.int32), ungrouped.load_vector(ref["load"], 0))
+    _assign(ref, spec.capacity, tile, jnp.zeros((1, ungrouped.width), jnp.int32), ungrouped.load_vector(ref["load"], 0))
+
+
+def _count_choices(ref: dict, tile: Tiles, columns: Columns) -> jax.Array:
+    """[1, width]: how many of a program's given choices [R, 1] are each expert."""
+
+    def body(row, exists, counts):
+        chosen = load_column(ref["experts"], row, exists, jnp.int32(0), -1) == columns.experts
+        return counts + jnp.sum(chosen.astype(jnp.int32), axis=0, keepdims=True, dtype=jnp.int32)
+
+    zeros = jnp.zeros((1, columns.width), jnp.int32)
+    return each_step(pl.program_id(0), tile, ref["experts"].shape[0], body, zeros)
+
+
+def _count_choices_kernel(ref: dict, *, tile: Tiles):
+    columns, own = Columns(ref["counts"].shape[1]), jnp.broadcast_to(pl.program_id(0), (1, 1))
+    columns.store(ref["counts"], own, jnp.full((1, 1), True), _count_choices(ref, tile, columns))
+
+
+def _one_tile_of_choices_kernel(ref: dict, *, tile: Tiles):
+    columns = Columns(ref["load"].shape[0])
+    load = _count_choices(ref, tile, columns)
+    plgpu.store(ref["load"].at[columns.experts], load, mask=columns.inside)
+    _assign(ref, None, tile, jnp.zeros((1, columns.width), jnp.int32), load)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launches:
+    """Launches over T tokens of E experts, whose results vary over the mesh axes that `like` varies over."""
+
+    T: int
+    E: int
+    tile: Tiles
+    like: jax.Array
+    interpret: bool
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.T, self.tile.rows)
+
+    def array(self, *shape: int, dtype="int32") -> jax.ShapeDtypeStruct:
+        return out_struct(shape, jnp.dtype(dtype), like=self.like)
+
+    def rows(self, k: int) -> dict[str, jax.ShapeDtypeStruct]:
+        T, E = self.T, self.E
+        return {"row_positions": self.array(T, k), "row_indices": self.array(T * k), "group_offsets": self.array(E + 1)}
+
+    def run(self, name: str, kernel, operands: dict, out: dict, *, programs=0, warps=0, **options) -> dict:
+        options |= {"grid": (programs or self.tiles,), "warps": warps or self.tile.warps, "name": f"route_{name}"}
+        return launch_named(kernel, operands, out, interpret=self.interpret, **options)
+
+    def count(self, chosen: dict) -> dict:
+        """Adds up the counts, and the sums if there are some, over the tiles."""
+        tiles, E, array = self.tiles, self.E, self.array
+        step = max(16, min(_TILES, power_of_2(tiles)))
+        operands = {name: chosen[name] for name in ("counts", "sums") if name in chosen}
+        out = {"before": array(tiles, E), "load": array(E)}
+        out |= {"totals": array(E + 1, dtype="float32")} if "sums" in chosen else {}
+        programs, kernel = pl.cdiv(E + 1, _COLUMNS), functools.partial(_count_kernel, step=step)
+        # A tile's count is added to the running one and to the total, its sums to the total ones.
+        warps, flops = max(1, step // 128), 3 * tiles * E
+        return self.run("count", kernel, operands, out, programs=programs, warps=warps, flops=flops)
+
+
+@traced_once("E", "tile", "interpret")
+def sort_choices_pallas(experts: jax.Array, *, E: int, tile: Tiles, interpret: bool) -> Routing:
+    """`sort_choices` of [R, 1] single choices, R > 0. One that is -1 has no row."""
+    each = _Launches(experts.shape[0], E, tile, experts, interpret)
+    operands, rows, flops = {"experts": experts, "mask": experts[:, 0] >= 0}, each.rows(1), each.T * E
+    if each.tiles == 1:
+        kernel, load = functools.partial(_one_tile_of_choices_kernel, tile=tile), {"load": each.array(E)}
+        return partial_routing(**each.run("choices", kernel, operands, load | rows, flops=6 * flops))
+    counts, kernel = {"counts": each.array(each.tiles, E)}, functools.partial(_count_choices_kernel, tile=tile)
+    summed = each.count(each.run("count_choices", kernel, {"experts": experts}, counts, flops=2 * flops))
+    kernel = functools.partial(_assign_kernel, capacity=None, tile=tile)
+    return partial_routing(load=summed["load"], **each.run("place", kernel, operands | summed, rows, flops=4 * flops))
 
 
 @traced_once("spec", "tile", "interpret")
@@ -235,38 +318,24 @@ def forward_pallas(
 ) -> Routing:  # fmt: skip
     """T > 0."""
     (T, E), k = logits.shape, spec.k
-    tiles, step = pl.cdiv(T, tile.rows), max(16, min(_TILES, power_of_2(pl.cdiv(T, tile.rows))))
-
-    def array(*shape: int, dtype="int32") -> jax.ShapeDtypeStruct:
-        return out_struct(shape, jnp.dtype(dtype), like=logits)
-
-    def run(name: str, kernel, operands: dict, out: dict, *, programs=tiles, warps=tile.warps, **options) -> dict:
-        options |= {"grid": (programs,), "warps": warps, "interpret": interpret, "name": f"route_{name}"}
-        return launch_named(kernel, operands, out, **options)
-
+    each = _Launches(T, E, tile, logits, interpret)
+    array, run = each.array, each.run
     static: dict[str, Any] = {"spec": spec, "tile": tile}
     weights, scalar = array(T, k, dtype="float32"), array(1, dtype="float32")
     choices = {"experts": array(T, k), "weights": weights}
-    rows = {"row_positions": array(T, k), "row_indices": array(T * k), "group_offsets": array(E + 1)}
-    rows |= {"aux_loss": scalar, "z_loss": scalar}
+    rows = each.rows(k) | {"aux_loss": scalar, "z_loss": scalar}
     operands: dict = {"logits": logits, "selection_bias": selection_bias, "mask": mask}
     # A logit: about 8 for its scores and the losses' sums; in each choice it is compared twice, by key and by number.
     # Then a token and expert: compared with each choice, counted, summed, and placed.
     choosing, assigning = T * E * (8 + 2 * k), T * E * (k + 3)
 
-    if tiles == 1:
+    if each.tiles == 1:
         kernel = functools.partial(_one_tile_kernel, interpret=interpret, **static)
         fields = run("fwd", kernel, operands, choices | {"load": array(E)} | rows, flops=choosing + assigning)
     else:
-        out = choices | {"counts": array(tiles, E), "sums": array(tiles, E + 1, dtype="float32")}
+        out = choices | {"counts": array(each.tiles, E), "sums": array(each.tiles, E + 1, dtype="float32")}
         chosen = run("choose", functools.partial(_choose_kernel, **static), operands, out, flops=choosing)
-
-        out = {"before": array(tiles, E), "load": array(E), "totals": array(E + 1, dtype="float32")}
-        operands = {"counts": chosen["counts"], "sums": chosen["sums"]}
-        programs, kernel = pl.cdiv(E + 1, _COLUMNS), functools.partial(_count_kernel, step=step)
-        # A tile's count is added to the running one and to the total, its sums to the total ones.
-        warps, flops = max(1, step // 128), 3 * tiles * E
-        summed = run("count", kernel, operands, out, programs=programs, warps=warps, flops=flops)
+        summed = each.count(chosen)
 
         operands, aliases = {"experts": chosen["experts"], "mask": mask, **summed}, {}
         if spec.capacity is not None:  # dropped choices' weights become 0, in place
@@ -274,9 +343,8 @@ def forward_pallas(
             aliases = {"chosen_weights": "weights"}
         # chosen_weights are not read
         in_place = {"aliases": aliases, "bytes_accessed": bytes_of(chosen["experts"], *summed.values(), *rows.values())}
-        assigned = run(
-            "place", functools.partial(_assign_kernel, **static), operands, rows, flops=assigning, **in_place
-        )
+        kernel = functools.partial(_assign_kernel, capacity=spec.capacity, tile=tile)
+        assigned = run("place", kernel, operands, rows, flops=assigning, **in_place)
         fields = {"weights": chosen["weights"], "experts": chosen["experts"], "load": summed["load"]} | assigned
 
     return Routing(**fields | {name: fields[name].reshape(()) for name in ("aux_loss", "z_loss")})

@@ -10,6 +10,7 @@ from jax import lax
 from jaxops._lib.arrays.checks import check_choice
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.symbolic import is_symbolic
 from jaxops._lib.planning.costs import Cost, takes
 from jaxops._lib.planning.device import device_of
 from jaxops.ops.route.logits_pallas import logits_pallas
@@ -47,7 +48,7 @@ def router_logits(x: jax.Array, kernel: jax.Array, *, backend: str = "auto") -> 
     check_choice("backend", backend, ("auto", "pallas", "xla"))
     kernel = kernel.astype(jnp.float32)
     device = device_of(x, kernel)
-    if x.dtype == jnp.bfloat16 and device.has((8, 0)):
+    if x.dtype == jnp.bfloat16 and device.has((8, 0)) and not is_symbolic(x.shape[0]):
         few = backend != "xla" and 0 < x.shape[0] <= _FEW and kernel.size > 0
         return _split_matmul(few, device.interpret, *vary_together(x, kernel))
     return jax.checkpoint(_plain)(x, kernel)

@@ -22,7 +22,8 @@ class Routing:
 
     Attributes:
       weights: [T, k] float32; 0 for a choice that the capacity or the mask dropped. Differentiable in the logits.
-      experts: [T, k] int32, each token's choices, the best one first, all different.
+      experts: [T, k] int32, each token's choices. From `route` the best one is the first, and all are different; from
+        `route_choices` they are those that were passed.
       row_indices: [R] int32, the token of each row. Rows from group_offsets[-1] on belong to no expert and hold 0, a
         valid token for a gather.
       row_positions: [T, k] int32, the row of each choice; R for a choice that was dropped.
@@ -31,8 +32,9 @@ class Routing:
       load: [E] int32, how many of the tokens that count (all without a mask) chose each expert, dropped choices
         included. They add up to k times these tokens.
       aux_loss: float32 scalar, the load-balancing loss E * sum_e load[e] / sum(load) * P[e], where P[e] is the mean
-        over the tokens that count of each token's score over the sum of its scores. 1 for an even load.
-      z_loss: float32 scalar, the mean over the tokens that count of logsumexp(logits)**2.
+        over the tokens that count of each token's score over the sum of its scores. 1 for an even load. None from
+        `route_choices` without logits.
+      z_loss: float32 scalar, the mean over the tokens that count of logsumexp(logits)**2, or None likewise.
     """
 
     weights: jax.Array

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._lib.arrays.symbolic import is_symbolic
+
 GONE = -(2**31)  # less than every key: experts that are excluded, or already chosen
 
 
@@ -18,9 +20,16 @@ def loss_factors(T: int, E: int, k: int, tokens: jax.Array | None) -> tuple[jax.
 
     tokens: int32, how many of the T count; None for all. If all do, the factors have the same bits as without it.
     """
+    if is_symbolic(T):
+        each = _over(jnp.asarray(T, jnp.int32) if tokens is None else tokens)
+        return E / k * each * each, each
     most = max(1, T)  # both losses are 0 without tokens
     aux, z = E / (most * most * k), 1 / most
     if tokens is None:
         return aux, z
-    each = 1 / jnp.maximum(tokens, 1).astype(jnp.float32)
+    each = _over(tokens)
     return jnp.where(tokens == T, aux, E / k * each * each), jnp.where(tokens == T, z, each)
+
+
+def _over(tokens: jax.Array) -> jax.Array:
+    return 1 / jnp.maximum(tokens, 1).astype(jnp.float32)

@@ -4,33 +4,49 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._lib.arrays.symbolic import is_symbolic
 from jaxops.ops.route.plan import TINY, Spec
-from jaxops.ops.route.routing import Routing
+from jaxops.ops.route.routing import Routing, partial_routing
 from jaxops.ops.route.scores import GONE, keys_of, loss_factors
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+SORTED = ("row_indices", "row_positions", "group_offsets", "load")
+
+
+def sort_choices(experts: jax.Array, E: int, *, all_valid: bool) -> Routing:
+    """The rows of choices [T, k], sorted by expert: the fields `SORTED` of a Routing.
+
+    all_valid: no choice is E; otherwise one that is E has no row.
+    """
+    (T, k), flat = experts.shape, experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)  # stable: within an expert in the order of tokens
+    numbers = jnp.arange(E + 1, dtype=jnp.int32)
+    if is_symbolic(T):  # a search has a number of steps
+        offsets = jnp.sum(flat[None, :] < numbers[:, None], axis=1, dtype=jnp.int32)
+    else:
+        offsets = jnp.searchsorted(flat[order], numbers).astype(jnp.int32)
+    row = jnp.arange(T * k, dtype=jnp.int32)
+    positions = jnp.zeros_like(order).at[order].set(row, unique_indices=True).reshape(T, k)
+    indices = order // k
+    if not all_valid:
+        positions = jnp.where(experts < E, positions, T * k)
+        indices = jnp.where(row < offsets[-1], indices, 0)
+    return partial_routing(row_indices=indices, row_positions=positions, group_offsets=offsets, load=jnp.diff(offsets))
 
 
 def forward_xla(
     spec: Spec, logits: jax.Array, selection_bias: jax.Array | None, mask: jax.Array | None = None
 ) -> Routing:
     (T, E), k = logits.shape, spec.k
-    logits = _counted(logits, mask)
-    experts = _choose(spec, logits, selection_bias)
-    flat = experts.reshape(-1)
+    logits = counted(logits, mask)
+    experts = chosen = _choose(spec, logits, selection_bias)
     if mask is not None:
-        experts = jnp.where(mask[:, None], experts, jnp.arange(k, dtype=jnp.int32)[None, :])
-        flat = jnp.where(mask[:, None], experts, E).reshape(-1)  # behind the rows of all experts
-    # Stable: within an expert in the order of tokens, which choose an expert at most once.
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    offsets = jnp.searchsorted(flat[order], jnp.arange(E + 1, dtype=jnp.int32)).astype(jnp.int32)
-    load = jnp.diff(offsets)
-    row = jnp.arange(T * k, dtype=jnp.int32)
-    positions = jnp.zeros_like(order).at[order].set(row, unique_indices=True).reshape(T, k)
-    indices = order // k
-    if mask is not None:
-        positions = jnp.where(mask[:, None], positions, T * k)
-        indices = jnp.where(row < offsets[-1], indices, 0)
+        experts = jnp.where(mask[:, None], chosen, jnp.arange(k, dtype=jnp.int32)[None, :])
+        chosen = jnp.where(mask[:, None], chosen, E)
+    sorted_rows = sort_choices(chosen, E, all_valid=mask is None)
+    indices, positions, offsets, load = (getattr(sorted_rows, name) for name in SORTED)
     if spec.capacity is not None:
         rank = positions - offsets[experts]
         offsets = jnp.concatenate([offsets[:1], jnp.cumsum(jnp.minimum(load, spec.capacity), dtype=jnp.int32)])
@@ -48,7 +64,7 @@ def backward_xla(
 
     def smooth(logits):
         choice = routing.experts, routing.row_positions, routing.load
-        return _weights_and_losses(spec, _counted(logits, mask), *choice, mask)
+        return _weights_and_losses(spec, counted(logits, mask), *choice, mask)
 
     _, vjp = jax.vjp(smooth, logits)
     return vjp((cotangents.weights, cotangents.aux_loss, cotangents.z_loss))[0]
@@ -72,7 +88,7 @@ def _choose(spec: Spec, logits: jax.Array, selection_bias: jax.Array | None) -> 
     return lax.top_k(keys, spec.k)[1].astype(jnp.int32)
 
 
-def _counted(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
+def counted(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
     """The logits in float32; zeros for tokens that do not count, whose values then reach no result and no gradient."""
     logits = logits.astype(jnp.float32)
     return logits if mask is None else jnp.where(mask[:, None], logits, 0)
@@ -94,7 +110,7 @@ def mean_shares(score: str, logits: jax.Array, mask: jax.Array | None = None) ->
     """[E] float32, the P of `Routing.aux_loss`: the mean over the tokens of each one's scores over their sum."""
     (T, E), tokens = logits.shape, None if mask is None else jnp.sum(mask, dtype=jnp.int32)
     _, mean = loss_factors(T, E, 1, tokens)
-    return jnp.sum(_shares(score, _counted(logits, mask), mask), axis=0) * mean
+    return jnp.sum(_shares(score, counted(logits, mask), mask), axis=0) * mean
 
 
 def _shares(score: str, logits: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -107,17 +123,26 @@ def _weights_and_losses(
     spec: Spec, logits: jax.Array, experts: jax.Array, positions: jax.Array, load: jax.Array, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The differentiable part of a Routing, from float32 logits and the choice."""
-    (T, E), k = logits.shape, spec.k
+    (T, _), k = logits.shape, spec.k
     # log_softmax of all experts, though quotients do not need it: a NaN anywhere is one of all the token's scores.
     logs = (jax.nn.log_softmax if spec.score == "softmax" else jax.nn.log_sigmoid)(logits)
-    shares, chosen = _shares(spec.score, logits, mask), jnp.take_along_axis(logs, experts, axis=1)
+    chosen = jnp.take_along_axis(logs, experts, axis=1)
     weights = _over_their_sum(chosen) if spec.normalize else jnp.exp(chosen)
     weights = weights * spec.weight_scale
     if spec.capacity is not None or mask is not None:
         weights = jnp.where(positions < T * k, weights, 0)
+    tokens = None if mask is None else jnp.sum(load, dtype=jnp.int32) // k
+    return weights, *losses(spec.score, k, logits, load, mask, tokens)
+
+
+def losses(
+    score: str, k: int, logits: jax.Array, load: jax.Array, mask: jax.Array | None, tokens: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """aux_loss and z_loss of a Routing, from logits as of `counted`. tokens: how many count; None for all."""
+    T, E = logits.shape
+    aux, z = loss_factors(T, E, k, tokens)
     squares = jax.nn.logsumexp(logits, axis=1) ** 2
     if mask is not None:
         squares = jnp.where(mask, squares, 0)
-    aux, z = loss_factors(T, E, k, None if mask is None else jnp.sum(load, dtype=jnp.int32) // k)
-    aux_loss = aux * jnp.sum(load.astype(jnp.float32) * jnp.sum(shares, axis=0))
-    return weights, aux_loss, jnp.sum(squares) * z
+    aux_loss = aux * jnp.sum(load.astype(jnp.float32) * jnp.sum(_shares(score, logits, mask), axis=0))
+    return aux_loss, jnp.sum(squares) * z

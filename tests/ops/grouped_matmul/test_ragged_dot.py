@@ -236,6 +236,24 @@ def test_group_offset(run):
         assert_close(drhs, np.stack([weights[g] if g in there else 0 * rhs[0] for g in (at, at + 1)]), "float32")
 
 
+def test_group_offset_as_a_number():
+    """Python's, numpy's, a scalar on the device: as an array of one."""
+    lhs, rhs, _ = operands()
+    for at in (2, 1000):
+        mine = rhs[2:4]
+        dot = functools.partial(jaxops.ragged_dot, lhs, mine, jnp.array(SIZES))
+        want = dot(group_offset=jnp.array([at]))
+        for offset in (at, np.int64(at), jnp.int32(at)):
+            np.testing.assert_array_equal(dot(group_offset=offset), want)
+
+
+def test_an_out_sharding_that_splits_nothing():
+    lhs, rhs, _ = operands()
+    jax.eval_shape(
+        functools.partial(jaxops.ragged_dot, out_sharding=jax.sharding.PartitionSpec()), lhs, rhs, jnp.array(SIZES)
+    )
+
+
 def test_group_sizes_sum_past_their_dtype():
     got = jax.jit(jaxops.ragged_dot)(jnp.ones((250, 1)), jnp.array([[[1.0]], [[2.0]]]), jnp.array([100, 120], jnp.int8))
     np.testing.assert_array_equal(jnp.squeeze(got, 1), np.repeat([1, 2, 0], [100, 120, 30]))
@@ -253,12 +271,17 @@ def test_group_sizes_sum_past_their_dtype():
         ),
         ({"group_sizes": SIZES}, TypeError, "group_sizes is a list"),
         ({"group_offset": jnp.zeros(2, jnp.int32)}, ValueError, r"group_offset is int32\[2\].*\(1,\)"),
-        ({"group_offset": jnp.int32(0)}, ValueError, r"group_offset is int32\[\].*\(1,\)"),
+        ({"group_offset": -1}, ValueError, "group_offset is -1; it must be at least 0"),
         ({"group_offset": jnp.zeros(1)}, (TypeError, ValueError), r"group_offset is float32\[1\].*integer"),
-        ({"group_offset": 0}, TypeError, "group_offset is an int"),
+        ({"group_offset": 0.5}, TypeError, "group_offset is a float"),
+        ({"group_offset": True}, TypeError, "group_offset is a bool"),
         ({"lhs": jnp.ones((M, K + 1))}, ValueError, "K of lhs.*25.*24"),
         ({"rhs": jnp.ones((K, N))}, ValueError, r"rhs has shape \(24, 40\).*\[G, K, N\]"),
-        ({"out_sharding": jax.sharding.PartitionSpec()}, NotImplementedError, "out_sharding.*with_sharding_constraint"),
+        (
+            {"out_sharding": jax.sharding.PartitionSpec("i")},
+            NotImplementedError,
+            "out_sharding.*with_sharding_constraint",
+        ),
     ],
     ids=lambda p: next(iter(p)) if isinstance(p, dict) else None,
 )
@@ -268,8 +291,9 @@ def test_errors(arguments, error, match):
         jaxops.ragged_dot(**{"lhs": lhs, "rhs": rhs, "group_sizes": jnp.array(SIZES), **arguments})
 
 
-def test_positional_arguments_are_those_of_jax():
-    mine, jaxs = (inspect.signature(f).parameters for f in (jaxops.ragged_dot, lax.ragged_dot))
+@pytest.mark.parametrize("name", ["ragged_dot", "ragged_dot_general"])
+def test_positional_arguments_are_those_of_jax(name):
+    mine, jaxs = (inspect.signature(getattr(module, name)).parameters for module in (jaxops, lax))
     assert list(mine)[: len(jaxs)] == list(jaxs)
     for name, parameter in jaxs.items():
         assert (mine[name].kind, mine[name].default) == (parameter.kind, parameter.default)

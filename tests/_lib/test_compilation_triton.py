@@ -118,7 +118,8 @@ def test_what_decides_the_result(process, monkeypatch):
         assert runs == 1
         assert other.ptx != kernel.ptx
     with monkeypatch.context() as patch:
-        patch.setattr(compilation_triton, "_COMPILER", [*compilation_triton._COMPILER, "another version"])
+        key = compilation_triton._key
+        patch.setattr(compilation_triton, "_key", lambda *given: key(*given[:-1], [*given[-1], "another version"]))
         assert process.compile() == (kernel, 1)
     variables = {"TRITON_F32_DEFAULT": ("ieee", [1, 0]), "TRITON_CUOBJDUMP_PATH": ("x", [1, 0])}
     for name, (value, runs) in (variables | {"MLIR_ENABLE_DUMP": ("0", [1, 1])}).items():

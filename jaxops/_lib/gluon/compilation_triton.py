@@ -16,7 +16,6 @@ reads 500 MB of library at each start (1.4 s); JAX's `LRUCache` writes in place.
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -27,19 +26,15 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
 import jax
-import jax_triton.triton_lib
 import triton
-import triton.backends.nvidia.compiler
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import mlir
-from triton import knobs
-from triton._C import libtriton
 
 from jaxops._lib.planning.cache_files import cache_folder
 from jaxops._lib.planning.device import warn_once
@@ -58,9 +53,8 @@ def install(own: ModuleType) -> None:
     """Changes a copy of `jax_triton.triton_lib`. With JAX_TRITON_DUMP_DIR everything is compiled and dumped as ever."""
     if own._JAX_TRITON_DUMP_DIR:
         return
-    own.compile_ttir_inplace = _kept(own.compile_ttir_inplace, own.CompilationResult)
-    own.TritonFunction._compile_kernel = _compiled_once(own.TritonFunction._compile_kernel)
-    mlir.register_lowering(own.triton_kernel_call_p, _starting_all(own), platform="cuda")
+    own.compile_ttir_inplace = _kept(own.compile_ttir_inplace, own.CompilationResult, _compiler(own))
+    mlir.register_lowering(own.triton_kernel_call_p, _side_by_side(own), platform="cuda")
 
 
 # Side by side
@@ -71,50 +65,46 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="jaxops-compile")
 
 
-def _compiled_once(compile_kernel):
-    """`TritonFunction._compile_kernel` in the pool. Its future is found beside the function's kernels."""
+def _start(function, *call) -> Future:
+    """Compiles a kernel in the pool, unless it is there. The future is kept beside the function's kernels."""
+    spec, target, _, options = call
+    key, cache = function._make_cache_key(spec, target, options), function._kernel_cache
 
-    def compiled(function, call) -> tuple:
-        kernel, _, _, result = compile_kernel(function, *call)
-        return kernel, "", None, dataclasses.replace(result, ttgir="", llir="")
+    def compile_kernel():
+        kernel, _, _, result = function._compile_kernel(*call)
+        cache[key] = kernel, result.tensordesc_meta  # where jax-triton's lowering looks
 
-    def start(function, *call) -> Future:
-        spec, target, _, options = call
-        cache, key = function._kernel_cache, ("future", *function._make_cache_key(spec, target, options))
-        with _LOCK:
-            future = cache.get(key)
-            if future is None or future.cancelled() or (future.done() and future.exception()):
-                before = threading.stack_size(STACK_BYTES)
-                try:
-                    future = cache[key] = _pool().submit(compiled, function, call)
-                finally:
-                    threading.stack_size(before)
-        return future
-
-    def compile_once(function, *call) -> tuple:
-        while True:
-            with contextlib.suppress(CancelledError):  # by another thread, whose program failed
-                return start(function, *call).result()
-
-    compile_once.start = start
-    return compile_once
+    with _LOCK:
+        future = cache.get(("future", key))
+        if future is None or future.cancelled() or (future.done() and future.exception()):
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                future = cache["future", key] = _pool().submit(compile_kernel)
+            finally:
+                threading.stack_size(before)
+    return future
 
 
-def _starting_all(own: ModuleType):
+def _side_by_side(own: ModuleType):
     """The lowering of a call. The first of a program starts the compilation of all its kernels."""
     last = threading.local()
 
     def lowering(ctx, *args, **params):
         program = _program_of_lowering()
         if program is not None and program is not getattr(last, "program", lambda: None)():
-            last.program, start = weakref.ref(program), own.TritonFunction._compile_kernel.start
-            last.futures = [start(*_kernel_of(own, call)) for call in _calls(own, program)]
+            last.program = weakref.ref(program)
+            last.futures = [_start(*_kernel_of(own, *call)) for call in _calls(own, program)]
         try:
-            return own.triton_kernel_call_lowering(own.make_cuda_target, ctx, *args, **params)
+            kernel = _kernel_of(own, params, ctx.avals_in, ctx.avals_out)
+            while True:
+                with contextlib.suppress(CancelledError):  # by another thread, whose program failed
+                    _start(*kernel).result()
+                    break
         except BaseException:  # also an interrupt: Python would compile the others before it exits
             for future in getattr(last, "futures", ()):
                 future.cancel()
             raise
+        return own.triton_kernel_call_lowering(own.make_cuda_target, ctx, *args, **params)
 
     return lowering
 
@@ -128,9 +118,9 @@ def _program_of_lowering() -> Any:
     return frame and frame.f_locals.get("jaxpr")
 
 
-def _calls(own: ModuleType, program) -> list:
-    """A program's calls of kernels; of those that differ in nothing but operands, one."""
-    seen: dict[Any, Any] = {}
+def _calls(own: ModuleType, program) -> list[tuple[dict, tuple, tuple]]:
+    """A program's calls of kernels: parameters, types of operands and of results. Of equal ones, one."""
+    seen: dict[int, Any] = {}
 
     def visit(jaxpr) -> Iterator[tuple]:
         if id(jaxpr) in seen:  # layers share what they call
@@ -138,20 +128,20 @@ def _calls(own: ModuleType, program) -> list:
         seen[id(jaxpr)] = jaxpr
         for equation in jaxpr.eqns:
             if equation.primitive is own.triton_kernel_call_p:
-                named = {name: equation.params[name] for name in ("fn", "in_tree", "backend_options", "metaparams")}
-                avals = tuple(tuple(v.aval for v in side) for side in (equation.invars, equation.outvars))
-                yield (*named.values(), avals), equation
+                params = equation.params
+                types = [tuple(v.aval for v in side) for side in (equation.invars, equation.outvars)]
+                decide = (params[name] for name in ("fn", "in_tree", "backend_options", "metaparams"))
+                yield (*decide, *types), (params, *types)
             for inner in jaxprs_in_params(equation.params):
                 yield from visit(inner)
 
     return list(dict(visit(program)).values())
 
 
-def _kernel_of(own: ModuleType, call) -> tuple:
-    """The function of a call, and what its `_compile_kernel` takes, as jax-triton's lowering has them."""
-    params, results = call.params, [v.aval for v in call.outvars]
+def _kernel_of(own: ModuleType, params: dict, operands: Sequence, results: Sequence) -> tuple:
+    """The function of a call and what its `_compile_kernel` takes, as jax-triton's lowering has them."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(
-        params["in_tree"].unflatten([v.aval for v in call.invars]),
+        params["in_tree"].unflatten(operands),
         is_leaf=lambda x: isinstance(x, (own._StaticArg, own._OutputPlaceholder, own.TensorDescriptor)),
     )
     values = {own._StaticArg: lambda x: x.value, own._OutputPlaceholder: lambda x: results[x.ordinal]}
@@ -170,14 +160,14 @@ def _kernel_of(own: ModuleType, call) -> tuple:
 # On disk
 
 
-def _kept(compile_inplace, result_type):
+def _kept(compile_inplace, result_type, compiler: list):
     """jax-triton's `compile_ttir_inplace`, which reads what an earlier process compiled."""
 
     def read_or_compile(module, backend, options, target):
         folder = None if options.debug or _must_compile() else kernel_folder()
         if folder is None:
             return compile_inplace(module, backend, options, target)
-        key = _key(str(module), backend, options, target)
+        key = _key(str(module), backend, options, target, compiler)
         file = folder / f"{key}.json"
         found = _read(file, key)
         if found is not None:
@@ -220,29 +210,27 @@ def _check_owner(found: os.stat_result, path: pathlib.Path) -> None:
         raise PermissionError(f"others may write to {path}")
 
 
-# When this module is imported: a process that runs on after a file has changed has the old code.
-_LIBRARY = pathlib.Path(libtriton.__file__).stat()
-_COMPILER = [
-    *(importlib.metadata.version(name) for name in ("jax-triton", "triton")),
-    (_LIBRARY.st_size, _LIBRARY.st_mtime_ns),
-    *(
-        hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()
-        for file in (
-            __file__,
-            pathlib.Path(__file__).with_name("launch_triton.py"),
-            jax_triton.triton_lib.__file__,
-            triton.backends.nvidia.compiler.__file__,
-        )
-    ),
-]
+def _compiler(own: ModuleType) -> list:
+    """Which compiler this process has. Asked when launch_triton.py is imported: files may change later."""
+    import triton.backends.nvidia.compiler as backend
+    from triton._C import libtriton
+
+    here = pathlib.Path(__file__)
+    sources = here, here.with_name("launch_triton.py"), own.__file__, backend.__file__
+    library = pathlib.Path(libtriton.__file__).stat()
+    return [
+        *(importlib.metadata.version(name) for name in ("jax-triton", "triton")),
+        (library.st_size, library.st_mtime_ns),
+        *(hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() for file in sources),
+    ]
 
 
-def _key(ir: str, backend, options, target) -> str:
-    """All that decides the result: the IR with its line numbers, the options, the versions of Triton, jax-triton, ptxas
-    (whose newest PTX is written) and this package, libdevice, and what the environment says to compilers."""
+def _key(ir: str, backend, options, target, compiler: list) -> str:
+    """All that decides the result: the IR with its line numbers, the options with the contents of libdevice, the
+    version of ptxas, whose newest PTX is written, and what the environment says to compilers."""
     environment = sorted((name, value) for name, value in os.environ.items() if name.startswith(PREFIXES))
-    chosen = [*environment, knobs.compilation.knobs, knobs.language.knobs, knobs.runtime.knobs]
-    text = repr([_COMPILER, backend.hash(), options.hash(), target, chosen])
+    knobs = [getattr(triton.knobs, name).knobs for name in ("compilation", "language", "runtime")]
+    text = repr([compiler, backend.hash(), options.hash(), target, environment, knobs])
     return hashlib.sha256(f"{text}\n{ir}".encode()).hexdigest()
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +184,7 @@ def test_folders_that_cannot_be_used(process, monkeypatch, tmp_path):
         assert len(lines()) == 1
     process.folder.chmod(0o770)
     (line,) = lines()
-    assert "others may write to" in line
+    assert "others may write to it" in line
     process.folder.rmdir()
     process.folder.write_text("a file")
     assert len(lines()) == 1
@@ -249,9 +250,9 @@ def test_two_processes_at_once(tmp_path):
         "import hashlib; print(hashlib.sha256(kernel.ptx.encode()).hexdigest())"
     )
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "error::RuntimeWarning"}
-    command = [sys.executable, "-c", program]
+    command, root = [sys.executable, "-c", program], pathlib.Path(__file__).parents[2]
     both = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     out = [process.communicate(timeout=300) for process in both]
@@ -265,15 +266,22 @@ def test_two_processes_at_once(tmp_path):
 
 
 @pytest.fixture
-def two_threads(monkeypatch):
-    pool = compilation_triton.ThreadPoolExecutor(2)
-    monkeypatch.setattr(compilation_triton, "_pool", lambda: pool)
-    yield
-    pool.shutdown()
+def threads(monkeypatch):
+    """Sets the number of threads that compile."""
+    pools = []
+
+    def use(number: int):
+        pools.append(compilation_triton.ThreadPoolExecutor(number))
+        monkeypatch.setattr(compilation_triton, "_pool", lambda: pools[-1])
+
+    yield use
+    for pool in pools:
+        pool.shutdown()
 
 
-def test_kernels_of_a_program_are_compiled_at_the_same_time(process, monkeypatch, two_threads):
+def test_kernels_of_a_program_are_compiled_at_the_same_time(process, monkeypatch, threads):
     """Each of the two waits for the other inside the compiler; each is compiled once, though called in two places."""
+    threads(2)
     with configured(jax_enable_compilation_cache=False):
         alone = [process.compile(block)[0] for block in (128, 256)]
         meeting, make_llir = threading.Barrier(2), CUDABackend.make_llir
@@ -309,15 +317,26 @@ def test_what_is_not_lowered_is_not_compiled(process):
     assert (len(kernels), runs, process.runs) == (2, 2, 2)
 
 
-def test_a_kernel_that_cannot_be_compiled(process):
-    """Its error is raised where it is lowered, each time; the kernels beside it can be compiled later."""
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_kernel_that_cannot_be_compiled(process, threads, number):
+    """Its error is raised where it is lowered, each time. What was not begun beside it is compiled when needed."""
 
     def both(x):
         return scaled(scaled(x, kernel=_cannot_be_compiled), 256)
 
-    for _ in range(2):
-        with pytest.raises(Exception, match="no block has this size"):
-            process.compile_all(both)
-        with pytest.raises(Exception, match="no block has this size"):
-            lower_for_h200(both, X)
-    assert process.compile(256)[0].name == "_scaled"
+    threads(number)
+    with pytest.raises(Exception, match="no block has this size"):
+        process.compile_all(both)
+    with pytest.raises(Exception, match="no block has this size"):
+        lower_for_h200(both, X)
+    (kernel,) = compiled(functools.partial(scaled, block=256), X)
+    assert kernel.name == "_scaled"
+    assert process.runs == 1
+
+
+def test_a_compilation_that_another_thread_has_cancelled(process, monkeypatch):
+    start, cancelled = compilation_triton._start, Future()
+    cancelled.cancel()
+    given = iter([cancelled, cancelled])
+    monkeypatch.setattr(compilation_triton, "_start", lambda *kernel: next(given, None) or start(*kernel))
+    assert process.compile()[1] == 1

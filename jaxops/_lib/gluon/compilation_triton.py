@@ -53,7 +53,8 @@ def install(own: ModuleType) -> None:
     """Changes a copy of `jax_triton.triton_lib`. With JAX_TRITON_DUMP_DIR everything is compiled and dumped as ever."""
     if own._JAX_TRITON_DUMP_DIR:
         return
-    own.compile_ttir_inplace = _kept(own.compile_ttir_inplace, own.CompilationResult, _compiler(own))
+    with contextlib.suppress(OSError):  # of a package that is no files, which has no key
+        own.compile_ttir_inplace = _kept(own.compile_ttir_inplace, own.CompilationResult, _compiler(own))
     mlir.register_lowering(own.triton_kernel_call_p, _side_by_side(own), platform="cuda")
 
 
@@ -207,7 +208,7 @@ def _check_owner(found: os.stat_result, path: pathlib.Path) -> None:
       PermissionError: another user but root may have written it.
     """
     if found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022:
-        raise PermissionError(f"others may write to {path}")
+        raise PermissionError(f"{path} belongs to another user, or others may write to it")
 
 
 def _compiler(own: ModuleType) -> list:

@@ -53,12 +53,30 @@ def install(own: ModuleType) -> None:
     """Changes a copy of `jax_triton.triton_lib`. With JAX_TRITON_DUMP_DIR everything is compiled and dumped as ever."""
     if own._JAX_TRITON_DUMP_DIR:
         return
-    with contextlib.suppress(OSError):  # of a package that is no files, which has no key
-        own.compile_ttir_inplace = _kept(own.compile_ttir_inplace, own.CompilationResult, _compiler(own))
+    own.compile_ttir_inplace = _kept(own.compile_ttir_inplace, own.CompilationResult, _compiler(own))
     mlir.register_lowering(own.triton_kernel_call_p, _side_by_side(own), platform="cuda")
 
 
 # Side by side
+
+
+class _Frontend(threading.local):
+    """One thread at a time makes IR. That is Python: with a dozen threads, all would reach LLVM late and then wait for
+    the GIL between passes."""
+
+    _lock, _held = threading.Lock(), False
+
+    def enter(self) -> None:
+        self._lock.acquire()
+        self._held = True
+
+    def leave(self) -> None:
+        if self._held:
+            self._held = False
+            self._lock.release()
+
+
+_FRONTEND = _Frontend()
 
 
 @functools.cache
@@ -72,7 +90,11 @@ def _start(function, *call) -> Future:
     key, cache = function._make_cache_key(spec, target, options), function._kernel_cache
 
     def compile_kernel():
-        kernel, _, _, result = function._compile_kernel(*call)
+        _FRONTEND.enter()
+        try:
+            kernel, _, _, result = function._compile_kernel(*call)
+        finally:
+            _FRONTEND.leave()
         cache[key] = kernel, result.tensordesc_meta  # where jax-triton's lowering looks
 
     with _LOCK:
@@ -161,11 +183,12 @@ def _kernel_of(own: ModuleType, params: dict, operands: Sequence, results: Seque
 # On disk
 
 
-def _kept(compile_inplace, result_type, compiler: list):
+def _kept(compile_inplace, result_type, compiler: list | None):
     """jax-triton's `compile_ttir_inplace`, which reads what an earlier process compiled."""
 
     def read_or_compile(module, backend, options, target):
-        folder = None if options.debug or _must_compile() else kernel_folder()
+        _FRONTEND.leave()
+        folder = None if compiler is None or options.debug or _must_compile() else kernel_folder()
         if folder is None:
             return compile_inplace(module, backend, options, target)
         key = _key(str(module), backend, options, target, compiler)
@@ -211,19 +234,21 @@ def _check_owner(found: os.stat_result, path: pathlib.Path) -> None:
         raise PermissionError(f"{path} belongs to another user, or others may write to it")
 
 
-def _compiler(own: ModuleType) -> list:
-    """Which compiler this process has. Asked when launch_triton.py is imported: files may change later."""
+def _compiler(own: ModuleType) -> list | None:
+    """Which compiler this process has; None where that is not in files. Asked when launch_triton.py is imported, since
+    files may change later."""
     import triton.backends.nvidia.compiler as backend
     from triton._C import libtriton
 
     here = pathlib.Path(__file__)
     sources = here, here.with_name("launch_triton.py"), own.__file__, backend.__file__
-    library = pathlib.Path(libtriton.__file__).stat()
-    return [
-        *(importlib.metadata.version(name) for name in ("jax-triton", "triton")),
-        (library.st_size, library.st_mtime_ns),
-        *(hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() for file in sources),
-    ]
+    try:
+        library = pathlib.Path(libtriton.__file__).stat()
+        digests = [hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() for file in sources]
+    except OSError:
+        return None
+    versions = [importlib.metadata.version(name) for name in ("jax-triton", "triton")]
+    return [*versions, library.st_size, library.st_mtime_ns, *digests]
 
 
 def _key(ir: str, backend, options, target, compiler: list) -> str:

@@ -39,7 +39,7 @@ from jax.interpreters import mlir
 from jaxops._lib.planning.cache_files import cache_folder
 from jaxops._lib.planning.device import warn_once
 
-LIMIT_BYTES = 256 << 20  # of all files; the largest kernels have 0.3 MB of PTX
+LIMIT_BYTES = 256 << 20  # of all files; the largest has 0.75 MB
 # Of jax-triton's `CompilationResult`. What is left out only goes into its dumps.
 FIELDS = ("binary", "name", "shared_mem_bytes", "global_scratch_size", "global_scratch_align", "tensordesc_meta")
 # Variables of compilers. They are part of the key; with one of these words in its name nothing is read or kept.

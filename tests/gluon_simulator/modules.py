@@ -71,7 +71,7 @@ class _TritonLib:
         module.__dict__.update(
             TensorDescriptor=launch.TensorDescriptor, TritonFunction=TritonFunction, _StaticArg=launch.StaticArg,
             _OutputPlaceholder=launch.OutputPlaceholder, triton_kernel_call_p=call, FrozenDict=dict,
-            compile_ttir_inplace=None, triton_kernel_call_lib=None,
+            compile_ttir_inplace=None, triton_kernel_call_lib=None, _JAX_TRITON_DUMP_DIR="nothing is compiled",
         )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Triton and Gluon kernels called from JAX through jax-triton. Imported only where such a kernel is called.
 
-jax-triton 0.4 is loaded a second time here, as a module of our own, and corrected in four places; other users of
-jax-triton in the process keep the library as it is. The corrections use its private names, so `device.gluon_missing`
-refuses other versions. Each correction goes away when upstream has it.
+jax-triton 0.4 is loaded a second time here, as a module of our own, and corrected in four places;
+compilation_triton.py changes when and how often it compiles. Other users of jax-triton in the process keep the library
+as it is. The corrections use its private names, so `device.gluon_missing` refuses other versions. Each correction goes
+away when upstream has it.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import jax_triton.triton_lib
 from jax.interpreters import partial_eval
 
 from jaxops._lib.arrays.manual_axes import vary_as
+from jaxops._lib.gluon import compilation_triton
 from jaxops._lib.planning.costs import Cost, allocated
 
 
@@ -65,7 +67,7 @@ def _corrected(upstream: ModuleType) -> ModuleType:
     compile_ttir = own.compile_ttir_inplace
 
     def compile_inplace(module, backend, options, target):
-        if "ttg.num-warps" not in str(module):  # Triton's own language, which has no layouts yet
+        if module.get_int_attr("ttg.num-warps") is None:  # Triton's own language, which has no layouts yet
             return compile_ttir(module, backend, options, target)
         return own.compile_ttir_to_ptx_inplace(module, _GluonPasses(backend), options, target.arch)
 
@@ -74,6 +76,7 @@ def _corrected(upstream: ModuleType) -> ModuleType:
     # jax-triton's rule keeps calls without users, and takes two arguments where JAX 0.12 passes three. JAX's default
     # serves.
     del partial_eval.dce_rules[own.triton_kernel_call_p]
+    compilation_triton.install(own)
     return own
 
 

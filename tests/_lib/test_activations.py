@@ -82,7 +82,19 @@ def test_names_of_other_libraries():
     assert [activation_name(name) for name in ACTIVATIONS] == list(ACTIVATIONS)
 
 
-@pytest.mark.parametrize("unknown", ["tanh", jax.nn.relu6, functools.partial(jax.nn.silu), None, 3, []])
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        "tanh",
+        jax.nn.relu6,
+        functools.partial(jax.nn.silu),
+        None,
+        3,
+        [],
+        functools.partial(jax.nn.gelu, False),
+        functools.partial(jax.nn.gelu, approximate=jnp.ones(1)),
+    ],
+)
 def test_unknown_activations(unknown):
     with pytest.raises(ValueError, match=r"activation=.*: write 'silu', 'gelu', 'gelu_tanh', 'relu', 'relu2', "):
         activation_name(unknown)

@@ -125,20 +125,26 @@ def test_collectives_share_a_device_of_several(devices, shared):
         ((3, 12), "linux", {"jax-triton": "0.5.0", "triton": "3.9.0"}, "this is jax-triton 0.5.0, triton 3.9.0"),
         ((3, 12), "linux", {"jax-triton": "0.3.1", "triton": "3.9.0"}, "need jax-triton 0.4"),
         ((3, 12), "linux", {"jax-triton": "0.4.1", "triton": "3.6.0"}, "triton 3.6.0"),
+        ((3, 12), "linux", {"jax-triton": "0.4.1", "triton": None}, ""),  # of another wheel, with 3.10.0 in the module
     ],
 )
 def test_what_gluon_kernels_need(monkeypatch, python, platform, installed, said):
     """Looked for, not loaded."""
     monkeypatch.setattr(device_facts, "sys", types.SimpleNamespace(version_info=python, platform=platform))
     find_spec = lambda name: object() if name.replace("_", "-") in installed else None
-    metadata = types.SimpleNamespace(
-        version=lambda name: installed[name], PackageNotFoundError=importlib.metadata.PackageNotFoundError
+    not_found = importlib.metadata.PackageNotFoundError
+
+    def version(name: str) -> str:
+        if installed[name] is None:
+            raise not_found(name)
+        return installed[name]
+
+    fake = types.SimpleNamespace(
+        util=types.SimpleNamespace(find_spec=find_spec),
+        metadata=types.SimpleNamespace(version=version, PackageNotFoundError=not_found),
+        import_module=lambda name: types.SimpleNamespace(__version__="3.10.0"),
     )
-    monkeypatch.setattr(
-        device_facts,
-        "importlib",
-        types.SimpleNamespace(util=types.SimpleNamespace(find_spec=find_spec), metadata=metadata),
-    )
+    monkeypatch.setattr(device_facts, "importlib", fake)
     missing = device_facts.gluon_missing.__wrapped__()
     assert said in missing
     assert bool(missing) == bool(said)

@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.contracts.run import EVERYTHING, is_float, small
 
@@ -37,8 +38,9 @@ def test_quantized_by_another_library(op, argument):
     entry = EVERYTHING[op]
     right = small(entry)
     stored = Stored(np.zeros(right[argument].shape, np.int8), np.ones(1, right[argument].dtype))
-    with pytest.raises(TypeError, match=rf"\b{argument}\b is a Stored, a tree of several arrays.*dequantize it first"):
-        jax.eval_shape(lambda: entry.call(right | {argument: stored}, **entry.ways["xla"]))
+    for value in (stored, nnx.Param(stored)):
+        with pytest.raises(TypeError, match=rf"\b{argument}\b is a Stored, a tree of several arrays.*dequantize it"):
+            entry.call(right | {argument: value}, **entry.ways["xla"])
 
 
 @pytest.mark.parametrize(("op", "argument"), CASES, ids=lambda name: name)

@@ -291,21 +291,3 @@ def test_second_order(name, way):
         assert jax.tree.map(jnp.shape, jax.eval_shape(ours, held, others)) == jax.tree.map(jnp.shape, held)
     else:
         check(op, way, ours(held, others), curvature(op.reference)(held, others), scale=20)
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize(
-    "name", [name for name, op in EVERYTHING.items() if not op.sharded and not name.startswith("nn.")]
-)
-def test_an_explicit_mesh_of_one_device(name):
-    """Nothing is split: traced for all ops, run for two."""
-    op = EVERYTHING[name]
-    mesh = jax.make_mesh((1,), ("d",), devices=jax.devices()[:1], axis_types=(AxisType.Explicit,))
-    given, step = (*parts(op, small(op)), cotangents_of(op)), functools.partial(everything, op, "xla")
-    with jax.set_mesh(mesh):
-        placed = jax.tree.map(lambda x: jax.device_put(x, P(*[None] * np.ndim(x))), given)
-        shapes = jax.eval_shape(step, *placed)
-        found = jax.jit(step)(*placed) if name in ("adaln", "ragged_dot") else None
-    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, jax.eval_shape(step, *given))
-    if found is not None:
-        check(op, "xla", jax.tree.map(np.asarray, found), wanted(op, small(op), cotangents_of(op)))

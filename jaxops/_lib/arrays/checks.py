@@ -21,8 +21,10 @@ def check_array(name: str, x, needed: str) -> None:
     shape and the dtype of the tensor."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{name} is {type_name(x)}; pass {needed}.")
-    if not (hasattr(x, "__jax_array__") or jax.tree_util.all_leaves([x])):
-        tree = f"{name} is {type_name(x)}, a tree of several arrays"
+    convert = getattr(x, "__jax_array__", None)  # of a variable of flax
+    held = convert() if callable(convert) else x
+    if not jax.tree_util.all_leaves([held]):
+        tree = f"{name} is {type_name(held)}, a tree of several arrays"
         raise TypeError(f"{tree}; pass {needed}: dequantize it first, as qwix.dequantize does.")
 
 

@@ -17,15 +17,14 @@ def vary_together(*operands: Any) -> tuple:
     would get them unchanged, and a tracer cannot index a NumPy array.
 
     Raises:
-      ValueError: an array on a mesh of several devices with Explicit axes (JAX's default), outside of `jax.shard_map`:
-        the ops have no rule for how their results are sharded.
+      ValueError: an array on a mesh with Explicit axes (JAX's default), outside of `jax.shard_map`: the ops have no
+        rule for how their results are sharded.
     """
     operands = jax.tree.map(jnp.asarray, operands)
     types = [jax.typeof(x) for x in jax.tree.leaves(operands)]
     for type_ in types:
-        mesh = None if type_.sharding is None else type_.sharding.mesh
-        if mesh is not None and mesh.explicit_axes and mesh.size > 1:
-            found = f"an operand of type {type_} is on a mesh with Explicit axes, {mesh.explicit_axes}"
+        if type_.sharding is not None and type_.sharding.mesh.explicit_axes:
+            found = f"an operand of type {type_} is on a mesh with Explicit axes, {type_.sharding.mesh.explicit_axes}"
             auto = "axis_types=(jax.sharding.AxisType.Auto,) * number of axes"
             raise ValueError(f"{found}: call inside jax.shard_map, or make the mesh with {auto}.")
     axes = set().union(*map(_axes, types))

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxops._lib.arrays.checks import check_choice
 from jaxops._lib.numerics.instructions import exp2, rsqrt
 
 _SQRT_HALF, _SQRT_2_OVER_PI, _DENSITY_AT_0 = 0.7071067811865476, 0.7978845608028654, 0.3989422804014327
@@ -90,10 +89,15 @@ def activation_name(activation: Any, *, optional: bool = False) -> Any:
     Raises:
       ValueError: another name or function.
     """
-    if isinstance(activation, functools.partial) and activation.func is jax.nn.gelu:
-        activation = {True: "gelu_tanh", False: "gelu"}.get(activation.keywords.get("approximate", True))
-    name = _ALIASES.get(activation, activation) if isinstance(activation, Hashable) else activation
-    check_choice("activation", name, (None, *ACTIVATIONS) if optional else ACTIVATIONS)
+    name, known = activation, (None, *ACTIVATIONS) if optional else tuple(ACTIVATIONS)
+    if isinstance(activation, functools.partial) and activation.func is jax.nn.gelu and not activation.args:
+        approximate = activation.keywords.get("approximate") if len(activation.keywords) == 1 else None
+        name = "gelu_tanh" if approximate is True else "gelu" if approximate is False else activation
+    elif isinstance(activation, Hashable):
+        name = _ALIASES.get(activation, activation)
+    if not isinstance(name, (str, type(None))) or name not in known:
+        functions = "jax.nn.silu, jax.nn.gelu, jax.nn.relu or jax.nn.sigmoid"
+        raise ValueError(f"activation={activation!r}: write {', '.join(map(repr, known))}, or one of {functions}.")
     return name
 
 

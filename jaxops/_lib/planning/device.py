@@ -184,16 +184,20 @@ def gluon_missing() -> str:
     lacking = [name for name, version in found.items() if version is None]
     if lacking:
         return f"{' and '.join(lacking)} cannot be imported: {install}"
-    if found["jax-triton"][:2] != (0, 4) or found["triton"] < (3, 9):
-        have = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in found)
+    numbers = {name: tuple(map(int, re.findall(r"\d+", version or "")[:3])) for name, version in found.items()}
+    if numbers["jax-triton"][:2] != (0, 4) or numbers["triton"] < (3, 9):
+        have = ", ".join(f"{name} {version}" for name, version in found.items())
         return f"they need jax-triton 0.4 and Triton 3.9 or newer, this is {have}: {install}"
     return ""
 
 
-def _version(name: str) -> tuple[int, ...] | None:
+def _version(name: str) -> str | None:
     if importlib.util.find_spec(name.replace("-", "_")) is None:
         return None
-    return tuple(map(int, re.findall(r"\d+", importlib.metadata.version(name))[:3]))
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # it came in a wheel of another name, such as pytorch-triton
+        return getattr(importlib.import_module(name.replace("-", "_")), "__version__", "unknown")
 
 
 def runs_gluon(device: Device) -> bool:

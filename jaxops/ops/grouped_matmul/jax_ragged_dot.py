@@ -86,7 +86,7 @@ def offsets_of(group_sizes: jax.Array, group_offset, G: int, axis: int = 0) -> j
     if group_offset is None:
         check_size("len(group_sizes)", H, f"rhs.shape[{axis}]", G)
         return offsets
-    if not hasattr(group_offset, "dtype"):
+    if isinstance(group_offset, np.integer) or not hasattr(group_offset, "dtype"):
         group_offset = np.int32(min(check_integer("group_offset", group_offset, 0), H))
     if group_offset.shape not in ((), (1,)) or not jnp.issubdtype(group_offset.dtype, jnp.integer):
         raise ValueError(
@@ -94,7 +94,8 @@ def offsets_of(group_sizes: jax.Array, group_offset, G: int, axis: int = 0) -> j
             "scalar or an array of shape (1,)."
         )
     # A clamped gather, not a dynamic slice: a shard that starts past H - G has empty groups at its end.
-    first = jnp.asarray(group_offset).astype(jnp.int32).reshape(1)
+    most = min(H, jnp.iinfo(group_offset.dtype).max)
+    first = jnp.minimum(group_offset, most).astype(jnp.int32).reshape(1)  # before the cast: it may have 64 bits
     return offsets[..., jnp.clip(first + jnp.arange(G + 1, dtype=jnp.int32), 0, H)]
 
 

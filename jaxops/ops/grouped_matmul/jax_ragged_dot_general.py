@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.arrays.checks import check_array, check_choice, check_out_sharding, type_name
+from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops.ops.grouped_matmul.jax_ragged_dot import Product, offsets_of
 from jaxops.ops.grouped_matmul.plan import Plan
 
@@ -30,8 +31,9 @@ def ragged_dot_general(
     """`jax.lax.ragged_dot_general` with the kernels of `grouped_matmul` and `grouped_wgrad`: a drop-in replacement.
 
     With batch axes b, contracted axes k, and the other axes m of lhs and n of rhs, the ragged axis of lhs is one of
-    - m: lhs [b.., m.., k..], rhs [g, b.., k.., n..] -> [b.., m.., n..], `grouped_matmul`. x are the m outside of it.
-    - k: lhs [b.., m.., k..], rhs [b.., k.., n..] -> [g, b.., m.., n..], `grouped_wgrad`. x are the k outside of it.
+    - m: lhs [b.., m.., k..], rhs [g, b.., k.., n..] -> [b.., m.., n..], `grouped_matmul`. x are the axes m before it.
+    - k: lhs [b.., m.., k..], rhs [b.., k.., n..] -> [g, b.., m.., n..], `grouped_wgrad`. x are the contracted axes that
+      the dimension numbers list before it.
     - b: lhs [b.., m.., k..], rhs [b.., k.., n..] -> [b.., m.., n..], `jax.lax.dot_general`. As in JAX, group_sizes
       change nothing.
 
@@ -50,7 +52,7 @@ def ragged_dot_general(
       precision, preferred_element_type: as in `ragged_dot`.
       group_offset: as in `ragged_dot`, where the ragged axis is one of m.
       out_sharding: None, or one that splits no axis over several devices.
-      backend, plan: as in `grouped_matmul`; "auto" or "xla" where the ragged axis is one of b.
+      backend, plan: as in `grouped_matmul`; "auto" or "xla" and no plan where the ragged axis is one of b.
 
     Returns:
       As above, in preferred_element_type.
@@ -73,14 +75,16 @@ def ragged_dot_general(
             "group_offset needs an rhs with a group axis: the ragged axis must be neither contracted nor a batch axis. "
             "Slice the result, or pass a slice of the offsets to jaxops.grouped_wgrad."
         )
-    if axes.ragged in axes.lhs_batch:
-        if (backend if plan is None else plan.backend) not in ("auto", "xla"):
-            raise NotImplementedError("a ragged batch axis has no kernel: use backend='auto' or 'xla'.")
-        numbers = (axes.lhs_contracted, axes.rhs_contracted), (axes.lhs_batch, axes.rhs_batch)
-        return lax.dot_general(lhs, rhs, numbers, precision, preferred_element_type)
+    lhs, rhs, group_sizes = vary_together(lhs, rhs, group_sizes)
     product = Product(precision, preferred_element_type, backend, plan)
+    if axes.ragged in axes.lhs_batch:
+        if backend not in ("auto", "xla") or plan is not None:
+            raise NotImplementedError("a ragged batch axis has no kernel: use backend='auto' or 'xla', without a plan.")
+        _check_sizes(group_sizes, _shape(lhs, axes.lhs_batch[: axes.lhs_batch.index(axes.ragged)]))
+        numbers = (axes.lhs_contracted, axes.rhs_contracted), (axes.lhs_batch, axes.rhs_batch)
+        return lax.dot_general(lhs, rhs, numbers, precision, product.result_dtype(lhs, rhs))
     multiply = _rows if axes.group is not None else _contraction
-    return multiply(axes, product, jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes), group_offset)
+    return multiply(axes, product, lhs, rhs, group_sizes, group_offset)
 
 
 Axis = tuple[int, ...]
@@ -140,13 +144,18 @@ def _ordered(x: jax.Array, *kinds: Sequence[int], kept: int) -> jax.Array:
 
 def _sizes(axes: _Axes, lhs: jax.Array, group_sizes: jax.Array, outer: Axis, inner: Axis) -> jax.Array:
     """[B?, X?, g] int32, of rows of the ragged axis and those behind it."""
-    of_lhs, g = [[lhs.shape[axis] for axis in kind] for kind in (axes.lhs_batch, outer)], group_sizes.shape[-1]
-    prefix = tuple(size for sizes in of_lhs for size in sizes)
+    of_lhs, g = [_shape(lhs, kind) for kind in (axes.lhs_batch, outer)], group_sizes.shape[-1]
+    prefix = of_lhs[0] + of_lhs[1]
+    _check_sizes(group_sizes, prefix)
+    each = jnp.broadcast_to(group_sizes.astype(jnp.int32), (*prefix, g)) * math.prod(lhs.shape[axis] for axis in inner)
+    return each.reshape([math.prod(sizes) for sizes in of_lhs if sizes] + [g])
+
+
+def _check_sizes(group_sizes: jax.Array, prefix: tuple[int, ...]) -> None:
+    g = group_sizes.shape[-1]
     if len(group_sizes.shape) > 1 and tuple(group_sizes.shape) != (*prefix, g):
         given = f"group_sizes has shape {tuple(group_sizes.shape)}"
         raise ValueError(f"{given}; it must be [g] = {(g,)} or [b.., x.., g] = {(*prefix, g)}.")
-    each = jnp.broadcast_to(group_sizes.astype(jnp.int32), (*prefix, g)) * math.prod(lhs.shape[axis] for axis in inner)
-    return each.reshape([math.prod(sizes) for sizes in of_lhs if sizes] + [g])
 
 
 def _mapped(call: Callable, axes: Axis, in_axes: tuple[int | None, ...]) -> Callable:
@@ -170,6 +179,8 @@ def _rows(axes: _Axes, product: Product, lhs, rhs, group_sizes, group_offset) ->
     call = functools.partial(product.rows, transpose_rhs=transpose_rhs)
     call = _mapped(_mapped(call, outer, (0, None, 0)), axes.lhs_batch, (0, 0, 0))
     shape = _shape(lhs, axes.lhs_batch + axes.lhs_rest) + _shape(rhs, axes.rhs_rest)
+    if 0 in shape:  # an axis that is mapped may be empty
+        return jnp.zeros(shape, product.result_dtype(lhs, rhs))
     return call(left, right, offsets).reshape(shape)
 
 
@@ -183,8 +194,10 @@ def _contraction(axes: _Axes, product: Product, lhs, rhs, group_sizes, _) -> jax
     out = product.result_dtype(lhs, rhs)
     if outer and jnp.issubdtype(out, jnp.floating):  # the sum over x is rounded once
         product = dataclasses.replace(product, preferred_element_type=jnp.promote_types(out, jnp.float32))
+    shape = group_sizes.shape[-1:] + _shape(lhs, axes.lhs_batch + axes.lhs_rest) + _shape(rhs, axes.rhs_rest)
+    if 0 in (*shape, *lhs.shape):
+        return jnp.zeros(shape, out)
     one = lambda lhs, rhs, sizes: product.contraction(lhs, rhs, offsets_of(sizes, None, sizes.shape[0]))
     sums = _mapped(_mapped(one, outer, (0, 0, 0)), axes.lhs_batch, (0, 0, 0))(left, right, sizes)
     sums = jnp.sum(sums, axis=-4).astype(out) if outer else sums
-    shape = _shape(lhs, axes.lhs_batch + axes.lhs_rest) + _shape(rhs, axes.rhs_rest)
-    return jnp.moveaxis(sums, -3, 0).reshape(group_sizes.shape[-1], *shape)
+    return jnp.moveaxis(sums, -3, 0).reshape(shape)

@@ -129,7 +129,7 @@ def _gradients(
 
 
 def _whole(x: jax.Array, axis: int, rows: int) -> jax.Array:
-    """x, padded with zeros to whole blocks of rows. (This sum of a symbolic size JAX can compare; not that of `%`.)"""
+    """x, padded with zeros to whole blocks of rows. Of a symbolic size JAX can compare this form, and not `%`."""
     more = rows * -(-x.shape[axis] // rows) - x.shape[axis]
     return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
 

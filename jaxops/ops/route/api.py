@@ -143,7 +143,7 @@ def route_choices(
     ([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]], True)
 
     Args:
-      experts: [T, k] int32, as of `jax.lax.top_k`. k is at most num_experts.
+      experts: [T, k] int32, as of `jax.lax.top_k`; 1 <= k <= num_experts, as in `route`.
       weights: [T, k], bfloat16, float16 or float32, the factor on each choice's result. They are not normalized.
       num_experts: number of experts E, a Python integer.
       mask: [T] bool, which tokens count; None for all. Another token, such as padding, has no row, weights of 0, and is
@@ -246,7 +246,11 @@ def _losses(score: str, k: int, logits: Maybe, load: jax.Array, mask: Maybe) -> 
     if logits is None:
         return {}
     tokens = None if mask is None else jnp.sum(mask, dtype=jnp.int32)
-    return dict(zip(("aux_loss", "z_loss"), losses(score, k, counted(logits, mask), load, mask, tokens), strict=True))
+    aux_loss, z_loss = losses(score, k, counted(logits, mask), load, mask, tokens)
+    # `losses` divides by k choices of each token. Those without an expert are in no load.
+    choices = k * (jnp.asarray(logits.shape[0], jnp.int32) if tokens is None else tokens)
+    share = choices.astype(jnp.float32) / jnp.maximum(jnp.sum(load), 1)
+    return {"aux_loss": aux_loss * share, "z_loss": z_loss}
 
 
 def _sort_fwd(E: int, score: str, plan: Plan, experts: jax.Array, weights: jax.Array, logits: Maybe, mask: Maybe):

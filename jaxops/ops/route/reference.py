@@ -35,7 +35,7 @@ def route_reference(
     chosen_logs = jnp.take_along_axis(logs, experts, axis=1)
     weights = jax.nn.softmax(chosen_logs) if spec.normalize else jnp.exp(chosen_logs)
     weights = jnp.where(rows["row_positions"] < T * spec.k, weights * spec.weight_scale, 0)
-    return Routing(weights, experts, load=load, **rows, **_losses_of(spec.score, logits, mask, load, spec.k))
+    return Routing(weights, experts, load=load, **rows, **_losses_of(spec.score, logits, mask, load))
 
 
 def choices_reference(
@@ -49,7 +49,7 @@ def choices_reference(
     load, rows = _rows_of(experts, valid, E, T * k)
     losses = {"aux_loss": None, "z_loss": None}
     if logits is not None:
-        losses = _losses_of(score, jnp.where(mask[:, None], logits.astype(jnp.float32), 0), mask, load, k)
+        losses = _losses_of(score, jnp.where(mask[:, None], logits.astype(jnp.float32), 0), mask, load)
     return Routing(jnp.where(valid, weights.astype(jnp.float32), 0), experts, load=load, **rows, **losses)  # pyright: ignore
 
 
@@ -71,9 +71,9 @@ def _rows_of(experts: jax.Array, valid: jax.Array, E: int, capacity: int) -> tup
     return load, {"row_indices": indices, "row_positions": positions, "group_offsets": offsets}
 
 
-def _losses_of(score: str, logits: jax.Array, mask: jax.Array, load: jax.Array, k: int) -> dict[str, jax.Array]:
+def _losses_of(score: str, logits: jax.Array, mask: jax.Array, load: jax.Array) -> dict[str, jax.Array]:
     tokens = jnp.maximum(jnp.sum(mask), 1)
     shares = jnp.where(mask[:, None], jax.nn.softmax(_logs_of(score, logits)), 0).sum(axis=0) / tokens
-    aux_loss = logits.shape[1] * jnp.sum(load / (tokens * k) * shares)
+    aux_loss = logits.shape[1] * jnp.sum(load / jnp.maximum(jnp.sum(load), 1) * shares)
     squares = jnp.where(mask, jax.nn.logsumexp(logits, axis=1) ** 2, 0)
     return {"aux_loss": aux_loss, "z_loss": jnp.sum(squares) / tokens}

@@ -21,7 +21,7 @@ class Routing:
     `out[t] = sum_j weights[t, j] * rows[row_positions[t, j]]`, without the choices whose position is R.
 
     Attributes:
-      weights: [T, k] float32; 0 for a choice that the capacity or the mask dropped. Differentiable in the logits.
+      weights: [T, k] float32; 0 for a choice without a row. Differentiable in the logits.
       experts: [T, k] int32, each token's choices. From `route` the best one is the first, and all are different; from
         `route_choices` they are those that were passed.
       row_indices: [R] int32, the token of each row. Rows from group_offsets[-1] on belong to no expert and hold 0, a
@@ -30,7 +30,7 @@ class Routing:
       group_offsets: [E + 1] int32, where each expert's rows start, then where the last one's end: R unless rows were
         dropped.
       load: [E] int32, how many of the tokens that count (all without a mask) chose each expert, dropped choices
-        included. They add up to k times these tokens.
+        included. From `route` they add up to k times these tokens.
       aux_loss: float32 scalar, the load-balancing loss E * sum_e load[e] / sum(load) * P[e], where P[e] is the mean
         over the tokens that count of each token's score over the sum of its scores. 1 for an even load. None from
         `route_choices` without logits.

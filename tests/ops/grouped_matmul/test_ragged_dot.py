@@ -245,6 +245,9 @@ def test_group_offset_as_a_number():
         want = dot(group_offset=jnp.array([at]))
         for offset in (at, np.int64(at), jnp.int32(at)):
             np.testing.assert_array_equal(dot(group_offset=offset), want)
+    assert not dot(group_offset=np.int64(2**32)).any()
+    with jax.enable_x64(True):
+        assert not dot(group_offset=jnp.int64(2**32)).any()
 
 
 def test_an_out_sharding_that_splits_nothing():

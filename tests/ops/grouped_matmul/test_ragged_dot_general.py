@@ -143,8 +143,31 @@ def test_errors(arguments, error, match):
         jaxops.ragged_dot_general(**(BASIC | {"ragged_dot_dimension_numbers": NUMBERS} | arguments))
 
 
+@pytest.mark.parametrize("run", ["xla", "interpret"])
+@pytest.mark.parametrize("case", ["rows, sizes of each", "contraction"])
+def test_empty_axes(case, run):
+    """Each axis of lhs at a time, batch axes too."""
+    lhs, rhs, dimensions, sizes = CASES[case]
+    (left, right), batch = dimensions.dot_dimension_numbers
+    other = dict(zip((*left, *batch[0]), (*right, *batch[1]), strict=True))
+    for axis in range(len(lhs)):
+        empty = (*lhs[:axis], 0, *lhs[axis + 1 :]), rhs
+        if axis in other:
+            empty = empty[0], (*rhs[: other[axis]], 0, *rhs[other[axis] + 1 :])
+        each = jnp.asarray(sizes)[(0,) * (np.ndim(sizes) - 1)]
+        x, w = operands(empty)
+        got = jaxops.ragged_dot_general(x, w, 0 * each, dimensions, plan=plan_of(run))
+        want = jax.eval_shape(lambda *a, n=dimensions: lax.ragged_dot_general(*a, n), x, w, 0 * each)
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert not got.any()
+
+
 def test_a_ragged_batch_axis_has_no_kernel():
     *shapes, dimensions, sizes = CASES["batch"]
     for how in ({"backend": "pallas"}, {"plan": plan_of("interpret")}):
         with pytest.raises(NotImplementedError, match="no kernel: use backend='auto' or 'xla'"):
             jaxops.ragged_dot_general(*operands(shapes), jnp.asarray(sizes), dimensions, **how)
+    with pytest.raises(ValueError, match=r"group_sizes has shape \(7, 5, 3\); it must be \[g\]"):
+        jaxops.ragged_dot_general(*operands(shapes), jnp.ones((7, 5, 3), jnp.int32), dimensions)
+    with pytest.raises(TypeError, match="preferred_element_type"):
+        jaxops.ragged_dot_general(*operands(shapes), jnp.asarray(sizes), dimensions, None, "many")

@@ -75,6 +75,13 @@ def test_by_hand(run):
     assert gradient.tolist() == [[7, 7], [7, 0], [0, 0], [0, 7]]
 
 
+def test_an_even_load_with_choices_of_no_expert():
+    """aux_loss is 1 for an even load, whatever else was chosen, and 0 without any row."""
+    experts, logits = put([[0, -1], [1, -1], [2, 9], [3, -1]], "int32"), jnp.zeros((4, 4))
+    aux_loss = lambda experts: jaxops.route_choices(experts, jnp.ones((4, 2)), 4, logits=logits).aux_loss
+    assert (float(aux_loss(experts)), float(aux_loss(0 * experts - 1))) == (1, 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("T", "E", "k"), [(4096, 8, 2), (32768, 128, 8), (3, 1000, 4)])
 def test_heuristic_plans(T, E, k):

@@ -112,9 +112,10 @@ def check_groups(group_offsets: jax.Array, groups: str, G: int) -> None:
         raise ValueError(f"len(group_offsets) is {found}; {groups} = {G} groups need {G + 1} offsets: {needed}.")
 
 
-def check_choice(name: str, value: Any, known) -> None:
+def check_choice(name: str, value: Any, known, others: str = "") -> None:
+    """others: what the caller takes besides, for the message."""
     if not isinstance(value, (str, type(None))) or value not in known:
-        raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}.")
+        raise ValueError(f"{name}={value!r}: write {', '.join(map(repr, known))}{others and f', or {others}'}.")
 
 
 def check_offsets(offsets: jax.Array, name: str = "group_offsets", count: str = "G") -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxops._lib.arrays.checks import check_choice
 from jaxops._lib.numerics.instructions import exp2, rsqrt
 
 _SQRT_HALF, _SQRT_2_OVER_PI, _DENSITY_AT_0 = 0.7071067811865476, 0.7978845608028654, 0.3989422804014327
@@ -89,15 +90,14 @@ def activation_name(activation: Any, *, optional: bool = False) -> Any:
     Raises:
       ValueError: another name or function.
     """
-    name, known = activation, (None, *ACTIVATIONS) if optional else tuple(ACTIVATIONS)
+    name = activation
     if isinstance(activation, functools.partial) and activation.func is jax.nn.gelu and not activation.args:
         approximate = activation.keywords.get("approximate") if len(activation.keywords) == 1 else None
         name = "gelu_tanh" if approximate is True else "gelu" if approximate is False else activation
     elif isinstance(activation, Hashable):
         name = _ALIASES.get(activation, activation)
-    if not isinstance(name, (str, type(None))) or name not in known:
-        functions = "jax.nn.silu, jax.nn.gelu, jax.nn.relu or jax.nn.sigmoid"
-        raise ValueError(f"activation={activation!r}: write {', '.join(map(repr, known))}, or one of {functions}.")
+    functions = "one of jax.nn.silu, jax.nn.gelu, jax.nn.relu or jax.nn.sigmoid"
+    check_choice("activation", name, (None, *ACTIVATIONS) if optional else ACTIVATIONS, functions)
     return name
 
 
@@ -105,8 +105,10 @@ def activate(u: jax.Array, activation: str | None) -> jax.Array:
     """The activation of u, u itself for None; differentiable to any order: exact erf in gelu, slope 0 of relu at 0."""
     if activation == "gelu":
         return jax.nn.gelu(u, approximate=False)
-    if activation in ("relu", "relu2"):
-        return jax.nn.relu(u) if activation == "relu" else jnp.square(jax.nn.relu(u))
+    if activation == "relu":
+        return jax.nn.relu(u)
+    if activation == "relu2":
+        return jnp.square(jax.nn.relu(u))
     return u if activation is None else ACTIVATIONS[activation](u)[0]
 
 

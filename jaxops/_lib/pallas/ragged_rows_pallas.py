@@ -19,11 +19,6 @@ _WIDTH = 128  # offsets that one step of the search for a row's sequence compare
 Chunks = list[jax.Array]  # one [step or 1, block] array for each `block` columns
 
 
-def program_count(T: int, rows: int) -> int:
-    """Programs of `rows` rows each, whatever sequences these are in."""
-    return pl.cdiv(T, rows)
-
-
 def ceil_div(count: jax.Array, size: int) -> jax.Array:
     """count / size, rounded up; count >= 0 is traced int32. `pl.cdiv` makes the divisor int64 under jax_enable_x64."""
     return lax.div(count + (size - 1), lax.full_like(count, size))

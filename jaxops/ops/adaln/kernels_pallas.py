@@ -23,7 +23,6 @@ from jaxops._lib.pallas.ragged_rows_pallas import (
     ceil_div,
     fold_steps,
     fold_tiles,
-    program_count,
     run_bounds,
     run_of,
     step_rows,
@@ -150,7 +149,7 @@ def forward_pallas(
         functools.partial(_fwd_kernel, spec=spec, tiles=tiles, save_stats=save_stats),
         arrays._asdict(),
         out,
-        grid=(program_count(T, tiles.rows),),
+        grid=(pl.cdiv(T, tiles.rows),),
         warps=tiles.warps,
         interpret=interpret,
         name="adaln_fwd" if spec.norm is not None else "gated_residual_fwd",
@@ -160,7 +159,7 @@ def forward_pallas(
 
 def _bwd_kernel(ref: dict, *, summed: tuple[str, ...], spec: Spec, tiles: Tiles):
     T, D = ref["dx_in" if spec.norm is None else "x"].shape
-    p, programs, columns = pl.program_id(0), program_count(T, tiles.rows), Columns(D, tiles.block)
+    p, programs, columns = pl.program_id(0), pl.cdiv(T, tiles.rows), Columns(D, tiles.block)
 
     def of_tile(tile: Tile, _):
         sums = _fold_tile(ref, tile, columns, summed=summed, spec=spec, tiles=tiles)
@@ -256,7 +255,7 @@ def _fold_tile(
 
 def _sums_kernel(ref: dict, *, names: tuple[str, ...], T: int, rows: int, width: int):
     parts, offsets_ref = [ref[f"parts_{name}"] for name in names], ref["offsets"]
-    B, D, programs = offsets_ref.shape[0] - 1, parts[0].shape[1], program_count(T, rows)
+    B, D, programs = offsets_ref.shape[0] - 1, parts[0].shape[1], pl.cdiv(T, rows)
     program, columns = pl.program_id(0), pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)[None, :]
     by_sequence = programs > B
     run = program + 1 if by_sequence else run_of(offsets_ref, program * rows)
@@ -294,7 +293,7 @@ def _finish_sums(
     """
     done = {name: results[f"d{name}"] for name in names}
     parts = {f"parts_{name}": results[f"parts_{name}"] for name in names}
-    (B, D), programs = done[names[0]].shape, program_count(T, rows)
+    (B, D), programs = done[names[0]].shape, pl.cdiv(T, rows)
     width = min(512, max(32, power_of_2(D * min(B, programs) // 1024)))
     return launch_named(
         functools.partial(_sums_kernel, names=names, T=T, rows=rows, width=width),
@@ -334,7 +333,7 @@ def backward_pallas(
     unread = ("shift", "x") if spec.norm is None else ("shift",)
     operands = {name: value for name, value in given.items() if name not in unread} | {"dy": dy, "dx_in": dx_in} | stats
 
-    count = program_count(T, tiles.rows)
+    count = pl.cdiv(T, tiles.rows)
     out = {"dx": ((T, D), x.dtype)} if spec.norm is not None else {}
     out |= {"dh": ((T, D), given["h"].dtype)} if "h" in given else {}
     out |= {f"d{name}": ((T, D), value.dtype) for name, value in modulation.items()} if spec.per_row else {}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops.ops.route.plan import Spec
-from jaxops.ops.route.routing import Routing
+from jaxops.ops.route.routing import Routing, partial_routing
 
 
 def route_reference(
@@ -47,10 +47,11 @@ def choices_reference(
     mask = jnp.ones(T, bool) if mask is None else mask
     valid = mask[:, None] & (experts >= 0) & (experts < E)
     load, rows = _rows_of(experts, valid, E, T * k)
-    losses = {"aux_loss": None, "z_loss": None}
+    losses = {}
     if logits is not None:
         losses = _losses_of(score, jnp.where(mask[:, None], logits.astype(jnp.float32), 0), mask, load)
-    return Routing(jnp.where(valid, weights.astype(jnp.float32), 0), experts, load=load, **rows, **losses)  # pyright: ignore
+    weights = jnp.where(valid, weights.astype(jnp.float32), 0)
+    return partial_routing(weights=weights, experts=experts, load=load, **rows, **losses)
 
 
 def _logs_of(score: str, logits: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ from jaxops._lib.arrays.checks import (
 )
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.partitioning import Part
 from jaxops._lib.arrays.precision import named_cast, resolve_precision
 from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops._lib.numerics.fp8 import Quantized
@@ -30,6 +31,7 @@ from jaxops.ops.fp8_matmul import check_grouped_recipe, shape_of
 from jaxops.ops.grouped_glu import SAVES, glu_of_rows
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
 from jaxops.ops.moe_mlp import fp8
+from jaxops.ops.moe_mlp.of_tokens import backward_of_tokens, forward_of_tokens
 from jaxops.ops.moe_mlp.plan import Plan, Problem, Spec, make_plan
 from jaxops.ops.moe_mlp.stored import mlp_stored
 from jaxops.ops.moe_mlp.xla import sums_of_choices, unit_bwd_xla, weights_of_rows
@@ -239,11 +241,19 @@ def _fwd(spec: Spec, xs: Arrays, experts: Experts, routings: tuple[Routing, ...]
     experts = tuple(w.astype(spec.compute_dtype) for w in experts)
     out, pres = [], []
     for x, routing in zip(xs, routings, strict=True):
-        h, pre = _up(spec, spec.save == "preactivations", x, experts, routing)
+        y, pre = forward_of_tokens(functools.partial(_layer, spec), spec.save == "preactivations", x, experts, routing)
         named = zip(pre, ("gate", "up"), strict=bool(pre))
         pres.append(tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in named))
-        out.append(checkpoint_name(_down(spec, h, experts[2], routing), "moe_mlp.out"))
+        out.append(checkpoint_name(y, "moe_mlp.out"))
     return tuple(out), (xs, experts, tuple(pres), routings)
+
+
+def _layer(spec: Spec, part: Part, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:
+    """The result of a piece, and with save its gate and up."""
+    if part.first("f") is not None:  # a sum over devices is rounded once
+        spec = dataclasses.replace(spec, out_dtype=jnp.dtype("float32"))
+    h, pre = _up(spec, save, x, experts, routing)
+    return _down(spec, h, experts[2], routing), pre
 
 
 def _forward(spec: Spec, *operands) -> Any:
@@ -269,16 +279,21 @@ def _backward(spec: Spec, xs: Arrays, experts: Experts, pres, routings: tuple[Ro
     dexperts: tuple[Any, ...] = (None,) * len(experts)
     dxs, dweights = [], []
     for x, pre, routing, dout in zip(xs, pres, routings, douts, strict=True):
-        dx, dexperts, d = _backward_of_piece(spec, dtype, x, experts, pre, routing, dout, dexperts)
+        call = functools.partial(_backward_of_piece, spec, dtype)
+        dx, dexperts, d = backward_of_tokens(call, x, experts, pre, routing, dout, dexperts)
         dxs.append(dx)
         dweights.append(d)
     return tuple(dxs), tuple(d.astype(spec.w_dtype) for d in dexperts), tuple(dweights)
 
 
 def _backward_of_piece(
-    spec: Spec, dtype: jnp.dtype, x: jax.Array, experts: Experts, pre, routing: Routing, dout: jax.Array, sums: Any
-) -> Any:
+    spec: Spec, dtype: jnp.dtype, part: Part, x: jax.Array, experts: Experts, pre, routing: Routing, dout: jax.Array,
+    sums: Any,
+) -> Any:  # fmt: skip
     """sums: the experts' gradients so far, in dtype, to which this piece's are added; each None for the first piece."""
+    if (first := part.first("m")) is not None:
+        dtype = jnp.dtype("float32")
+        sums = tuple(None if before is None else jnp.where(first, before, 0) for before in sums)
     unit, down, copies, offsets = spec.plan.unit, spec.plan.down, spec.plan.rows, routing.group_offsets
     # make_plan fills them
     assert unit is not None and unit.products is not None and down is not None and copies is not None  # noqa: PT018

@@ -5,6 +5,7 @@ letters says which axes may be split, as `jax.experimental.custom_partitioning` 
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxops._lib.arrays.differentiable import differentiable_as
 from jaxops._lib.arrays.symbolic import is_symbolic
-from jaxops._lib.planning.device import over_several_devices
+from jaxops._lib.planning.device import over_several_devices, warn_once
 
 Names = tuple[str, ...]  # mesh axes
 ALIGNED = 8  # columns of a device are a multiple, so that rows stay whole 16 bytes for TMA
@@ -54,7 +56,8 @@ def partitioned(
     An operand's axes are a text with a letter for each. Axes of one letter are split alike, over the mesh axes over
     which XLA has split one of them: the letters of `split` in order, of which the first one is the ragged rows. An axis
     "." is never split. An operand "#" is offsets of rows: a device gets those of its own rows, clipped to them. Other
-    rows then lie outside of all groups.
+    rows then lie outside of all groups. An operand whose text ends in "!" was made by another call of this function,
+    which may have been split otherwise: with part.several it counts for nothing.
 
     A result that lacks a letter of the operands is added over the devices that split it, in the dtype that call
     returns, and then cast. Inside of `jax.shard_map`, `jax.vmap` and `jax.export`, on one device, and of symbolic
@@ -73,10 +76,48 @@ def partitioned(
     closed, out = jax.make_jaxpr(functools.partial(flat, WHOLE), return_shape=True)(*types)
     plain, (outs, out_tree) = jaxpr_as_fun(closed), jax.tree.flatten(out)
     made = [results] * len(outs) if isinstance(results, str) else [results[name] for name in sorted(out)]
-    rule = _Rule(flat, tuple(given), tuple(made), split)
+    rule = _Rule(flat, tuple(text.removesuffix("!") for text in given), tuple(made), split)
     of_devices = custom_partitioning(lambda *leaves: tuple(plain(*leaves)))
-    of_devices.def_partition(rule.partition, rule.infer, sharding_rule=rule.text, **rule.factors)
-    return out_tree.unflatten(_split.bind(*leaves, plain=plain, call=jax.make_jaxpr(of_devices)(*types)))
+    of_devices.def_partition(rule.partition, rule.infer, sharding_rule=rule.text, **rule.factors)  # pyright: ignore[reportArgumentType]
+    batched = functools.partial(_batched, flat, plain, [text.endswith("!") for text in given])
+    # In a tuple: JAX 0.12 would ask a primitive with a jaxpr for a rule that is not public.
+    calls = (jax.make_jaxpr(of_devices)(*types),)
+    return out_tree.unflatten(_split.bind(*leaves, plain=plain, batched=batched, calls=calls))
+
+
+def _batched(flat: Callable, plain: Callable, made: list[bool], leaves: Sequence[Any], mapped: Sequence[Any]) -> tuple:
+    """Under `jax.vmap` nothing is split, and neither was what a mapped call made."""
+    if any(own and axis is None for own, axis in zip(made, mapped, strict=True)):
+        plain = lambda *leaves: jax.tree.leaves(flat(Part({}, several=True), *leaves))
+    outs = jax.vmap(plain, in_axes=tuple(mapped))(*leaves)
+    return outs, (0,) * len(outs)
+
+
+def warn_if_split(op: str, *operands: Any) -> tuple:
+    """The operands; once a warning, if XLA has split the rows of the first matrix of an op that has no such rule."""
+    leaves, tree = jax.tree.flatten(operands)
+    first = next((i for i, x in enumerate(leaves) if len(x.shape) > 1), None)
+    if first is not None and over_several_devices():
+        leaves[first] = _watched(op, leaves[first])
+    return tree.unflatten(leaves)
+
+
+def _watch(op: str, x: jax.Array) -> jax.Array:
+    def of_part(part: Part, x: jax.Array) -> jax.Array:
+        if names := part.axes.get("m"):
+            over = " and ".join(map(repr, names))
+            warn_once(
+                f"jaxops.{op}: XLA has split the rows over the mesh axis {over}, and cannot split this kernel: each "
+                "device gathers all rows. Call it inside jax.shard_map; for experts in FP8 also jaxops.nn.MoE with "
+                "expert_axis."
+            )
+        return x
+
+    text = "m" + "." * (len(x.shape) - 1)
+    return partitioned(of_part, (x,), (text,), text, split="m")
+
+
+_watched = differentiable_as(_watch, lambda op, x: x, static=1)
 
 
 class _Rule:
@@ -84,9 +125,11 @@ class _Rule:
 
     def __init__(self, call: Callable, operands: Names, results: Names, split: str):
         self.call, self.operands, self.results, self.split = call, operands, results, split
-        count = iter(range(99))
-        # A number is a factor of its own, which stays whole.
-        named = [[[c if c in split else f"whole{next(count)}" for c in text] for text in x] for x in (operands, results)]
+        count = itertools.count()
+        # Each axis that is never split is a factor of its own.
+        named = [
+            [[c if c in split else f"whole{next(count)}" for c in text] for text in x] for x in (operands, results)
+        ]
         self.text = " -> ".join(", ".join(" ".join(array) for array in arrays) for arrays in named)
         whole = tuple(name for arrays in named for array in arrays for name in array if len(name) > 1)
         summed = tuple(c for c in split if c in "".join(operands) and c not in "".join(results))
@@ -121,11 +164,9 @@ class _Rule:
 
         def local(*leaves: jax.Array) -> tuple:
             if rows:
-                leaves = self._own_offsets(leaves, lax.axis_index(rows))
+                leaves = tuple(self._own_offsets(leaves, lax.axis_index(rows)))
             outs = jax.tree.leaves(self.call(Part(axes, several=True), *leaves))
-            return tuple(
-                each.add(x).astype(result.dtype) for each, x, result in zip(sums, outs, results, strict=True)
-            )
+            return tuple(each.add(x).astype(result.dtype) for each, x, result in zip(sums, outs, results, strict=True))
 
         placed = [NamedSharding(mesh, _spec(text, axes)) for text in self.operands]
         return mesh, local, tuple(NamedSharding(mesh, each.spec) for each in sums), tuple(placed)
@@ -192,25 +233,20 @@ _split.multiple_results = True
 
 
 @_split.def_impl
-def _run(*leaves, plain: Callable, call: Any) -> Any:
+def _run(*leaves, plain: Callable, **_: Any) -> Any:
     return plain(*leaves)
 
 
 @_split.def_abstract_eval
-def _types(*_, plain: Callable, call: Any) -> Any:
-    return call.out_avals
+def _types(*_, calls: tuple, **__: Any) -> Any:
+    return calls[0].out_avals
 
 
-def _lower(ctx: Any, *values, plain: Callable, call: Any) -> Any:
+def _lower(ctx: Any, *values, plain: Callable, calls: tuple, **_: Any) -> Any:
     # An exported program has no partitioner of this process. JAX itself takes `plain` where there is one device.
     exported = ctx.module_context.lowering_parameters.for_export
-    return mlir.lower_fun(plain if exported else jaxpr_as_fun(call), multiple_results=True)(ctx, *values)
-
-
-def _batch(leaves: Sequence[Any], mapped: Sequence[Any], *, plain: Callable, call: Any) -> tuple:
-    outs = jax.vmap(plain, in_axes=tuple(mapped))(*leaves)
-    return outs, (0,) * len(outs)
+    return mlir.lower_fun(plain if exported else jaxpr_as_fun(calls[0]), multiple_results=True)(ctx, *values)
 
 
 mlir.register_lowering(_split, _lower)
-batching.primitive_batchers[_split] = _batch
+batching.primitive_batchers[_split] = lambda leaves, mapped, *, batched, **_: batched(leaves, mapped)

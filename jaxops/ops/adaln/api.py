@@ -238,17 +238,18 @@ def _tiles(name: str, plan: Plan, T: int, spec: Spec, arrays: Arrays) -> Tiles:
     return tiles if arrays.x.shape[0] == T else one_wave(name, tiles, _problem(spec, arrays), plan.on)
 
 
-def _axes(spec: Spec) -> tuple[Arrays, dict[str, str]]:
-    """What `partitioned` may split, of the operands and of the results: the rows."""
+def _axes(spec: Spec) -> dict[str, str]:
+    """What `partitioned` may split of the operands, results and gradients: the rows."""
     of_modulation = "m." if spec.per_row else ".."
-    given: Any = Arrays("m.", "m.", *[of_modulation] * 3, ".", ".", "#")  # pyright: ignore[reportArgumentType]
-    return given, given._asdict() | {"residual": "m.", "y": "m.", "y_scales": ".m", "mean": "m", "rstd": "m"}
+    rows, modulation = dict.fromkeys(("x", "h", "residual", "y"), "m."), ("gate", "scale", "shift")
+    others = {"weight": ".", "bias": ".", "offsets": "#", "y_scales": ".m", "mean": "m", "rstd": "m"}
+    return rows | dict.fromkeys(modulation, of_modulation) | others
 
 
 def _forward(spec: Spec, plan: Plan, save_stats: bool, arrays: Arrays) -> dict[str, jax.Array]:
     """Results: residual (with a gate), y (with norm), y_scales (FP8), mean and rstd (with save_stats, no gradient)."""
-    call, (axes, results) = functools.partial(_forward_part, spec, plan, save_stats, arrays.x.shape[0]), _axes(spec)
-    return partitioned(call, arrays, axes, results, split="m")
+    call, axes = functools.partial(_forward_part, spec, plan, save_stats, arrays.x.shape[0]), _axes(spec)
+    return partitioned(call, arrays, [axes[name] for name in Arrays._fields], axes, split="m")
 
 
 def _forward_part(spec: Spec, plan: Plan, save_stats: bool, T: int, _: Part, *rows: Any) -> dict[str, jax.Array]:
@@ -282,9 +283,9 @@ def _call_bwd(spec: Spec, plan: Plan, save_stats: bool, saved, cotangents: dict)
 
 def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, dx_in, dy, stats: dict[str, jax.Array]) -> Any:
     """Cotangents of `arrays`, None for none. dx_in, dy: of the new residual and of y, or None."""
-    call, (axes, results) = functools.partial(_backward_part, spec, plan, arrays.x.shape[0]), _axes(spec)
-    gradients = partitioned(call, (*arrays, dx_in, dy, stats), (*axes, "m.", "m.", "m"), results, split="m")
-    return _as_arrays(gradients)
+    call, axes = functools.partial(_backward_part, spec, plan, arrays.x.shape[0]), _axes(spec)
+    given = [*(axes[name] for name in Arrays._fields), "m.", "m.", "m"]
+    return _as_arrays(partitioned(call, (*arrays, dx_in, dy, stats), given, axes, split="m"))
 
 
 def _backward_part(spec: Spec, plan: Plan, T: int, part: Part, *operands: Any) -> dict[str, jax.Array]:

@@ -182,5 +182,7 @@ def _needs(problem: Problem) -> Capability:
     return ADA if problem.fp8 else AMPERE
 
 
-PLANNER = Planner(Plan, Tiles, PASSES, heuristic, _search, _key, _needs, fit=_fit, others=_others, symbolic=("T",))
+PLANNER = Planner(
+    Plan, Tiles, PASSES, heuristic, _search, _key, _needs, fit=_fit, others=_others, symbolic=("T",), splits=True
+)
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

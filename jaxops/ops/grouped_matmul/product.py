@@ -165,9 +165,7 @@ def _multiply_wgrad(
     return partitioned(call, (lhs, dout, accumulator, offsets), axes, out, split="mkn")
 
 
-def _multiply_wgrad_part(
-    spec: Spec, shapes: Shapes, part: Part, lhs, dout, accumulator, offsets: jax.Array
-) -> Any:
+def _multiply_wgrad_part(spec: Spec, shapes: Shapes, part: Part, lhs, dout, accumulator, offsets: jax.Array) -> Any:
     if (first := part.first("m")) is not None:
         spec = _wide(spec)
         accumulator = None if accumulator is None else jnp.where(first, accumulator, 0).astype(spec.out_dtype)

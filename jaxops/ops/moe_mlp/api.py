@@ -21,7 +21,7 @@ from jaxops._lib.arrays.checks import (
 )
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.manual_axes import vary_together
-from jaxops._lib.arrays.partitioning import Part
+from jaxops._lib.arrays.partitioning import WHOLE, Part, warn_if_split
 from jaxops._lib.arrays.precision import named_cast, resolve_precision
 from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops._lib.numerics.fp8 import Quantized
@@ -146,6 +146,8 @@ def moe_mlp(
         )
         spec = fp8.Fp8Spec(plan, act, save, compute, out, xs[0].dtype, w_dtype, recipe=fp8_recipe)
         run = mlp_stored if stored else fp8.mlp_fp8
+        if plan.backend != "xla":
+            xs = warn_if_split("moe_mlp in FP8", *xs)
         outs = tuple(
             jnp.zeros((x.shape[0], shape[-1]), out) if 0 in (*x.shape, *sizes)
             else run(spec, *vary_together(x, experts, routing))
@@ -241,19 +243,26 @@ def _fwd(spec: Spec, xs: Arrays, experts: Experts, routings: tuple[Routing, ...]
     experts = tuple(w.astype(spec.compute_dtype) for w in experts)
     out, pres = [], []
     for x, routing in zip(xs, routings, strict=True):
-        y, pre = forward_of_tokens(functools.partial(_layer, spec), spec.save == "preactivations", x, experts, routing)
+        y, pre = _layer(spec, spec.save == "preactivations", x, experts, routing)
         named = zip(pre, ("gate", "up"), strict=bool(pre))
         pres.append(tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in named))
         out.append(checkpoint_name(y, "moe_mlp.out"))
     return tuple(out), (xs, experts, tuple(pres), routings)
 
 
-def _layer(spec: Spec, part: Part, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:
+def _layer_of_part(spec: Spec, part: Part, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:
     """The result of a piece, and with save its gate and up."""
     if part.first("f") is not None:  # a sum over devices is rounded once
         spec = dataclasses.replace(spec, out_dtype=jnp.dtype("float32"))
     h, pre = _up(spec, save, x, experts, routing)
     return _down(spec, h, experts[2], routing), pre
+
+
+def _layer_forward(spec: Spec, *operands) -> Any:
+    return forward_of_tokens(functools.partial(_layer_of_part, spec), *operands)
+
+
+_layer = differentiable_as(_layer_forward, lambda spec, *operands: _layer_of_part(spec, WHOLE, *operands), static=2)
 
 
 def _forward(spec: Spec, *operands) -> Any:

@@ -45,8 +45,17 @@ def backward_of_tokens(
         return {"x": dx, "gate": dgate, "up": dup, "down": ddown, "weights": d}
 
     T = x.shape[0]
-    operands = x, experts[:2], experts[2], _by_choice(pre, routing.row_positions.shape), dout, sums[:2], sums[2], *_fields(routing)
-    axes = "m.", _WEIGHTS, _DOWN, "m.f", "m.", _WEIGHTS, _DOWN, *_ROUTING
+    operands = (
+        x,
+        experts[:2],
+        experts[2],
+        _by_choice(pre, routing.row_positions.shape),
+        dout,
+        sums[:2],
+        sums[2],
+        *_fields(routing),
+    )
+    axes = "m.", _WEIGHTS, _DOWN, "m.f!", "m.", _WEIGHTS, _DOWN, *_ROUTING
     results = {"x": "m.", "gate": _WEIGHTS, "up": _WEIGHTS, "down": _DOWN, "weights": "m."}
     made = partitioned(of_part, operands, axes, results, split="mf")
     return made["x"], (made["gate"], made["up"], made["down"]), made["weights"]

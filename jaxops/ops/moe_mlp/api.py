@@ -91,7 +91,7 @@ def moe_mlp(
       out_dtype: bfloat16, float16 or float32; dtype of x by default.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
       save: "preactivations" keeps gate and up [T * k, F] for the backward, with a recipe also the weights in FP8;
-        "nothing" recomputes them there.
+        "nothing" recomputes them there, and so does a program over several devices that XLA splits by tokens.
       recipe: None, or an FP8 recipe of `jaxops.fp8_grouped_matmul`; None with `Quantized` weights. With a recipe or
         `Quantized` weights, x and the weights may differ in dtype, and compute_dtype (x's by default) is that of the
         values between the products.

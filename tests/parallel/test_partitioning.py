@@ -27,6 +27,13 @@ BOTH = P(("data", "fsdp"))
 ROWS = {"x": BOTH, "h": BOTH, "logits": BOTH}
 
 
+@pytest.fixture(autouse=True)
+def _full_precision():
+    """On a GPU, whose float32 products are else in TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def mesh_of() -> Mesh:
     return Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
@@ -49,8 +56,8 @@ def results(op: Callable, operands: dict[str, jax.Array], places: dict[str, P]) 
     placed = {name: NamedSharding(mesh, places.get(name, P())) for name in operands}
     compiled = jax.jit(run, in_shardings=(placed,), out_shardings=(None, placed)).lower(operands).compile()
     instructions = module_of(compiled.runtime_executable()).instructions.values()
-    lines = [line for line in instructions if line.opcode.removesuffix("-start") in OPCODES]
-    sent = [(line.opcode, array.dims) for line in lines for array in arrays(line.type)]
+    named = [(line.opcode.removesuffix("-done"), line.type) for line in instructions]  # "-start" has operands, too
+    sent = [(opcode, array.dims) for opcode, type_ in named if opcode in OPCODES for array in arrays(type_)]
     return jax.jit(run)(operands), compiled(jax.device_put(operands, placed)), sent
 
 
@@ -154,6 +161,18 @@ def test_tokens_of_a_layer(save, backend):
     sent = check(functools.partial(layer, save=save, backend=backend), layer_operands(), ROWS)
     assert not count(sent, "all-gather", "all-to-all", "collective-permute", size=M * D // 2)
     assert sorted(dims for opcode, dims in sent if len(dims) == 3) == [(G, D, F), (G, D, F), (G, F, D)]
+
+
+def test_pieces_of_a_layer():
+    """A piece's weight gradients are added to those of the pieces before."""
+
+    def op(a):
+        pieces = [(a["x"], a["logits"]), (2 * a["x"], jnp.flip(a["logits"], 1))]
+        routings = tuple(jaxops.route(logits, 2) for _, logits in pieces)
+        return jaxops.moe_mlp(tuple(x for x, _ in pieces), a["gate"], a["up"], a["down"], routings)
+
+    sent = check(op, layer_operands(), ROWS)
+    assert [len(dims) for opcode, dims in sent if opcode == "all-reduce"].count(3) == 6
 
 
 def test_a_layer_whose_weights_are_split():

@@ -19,7 +19,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxops._lib.arrays.differentiable import differentiable_as
+from jaxops._lib.arrays.differentiable import differentiable
 from jaxops._lib.arrays.symbolic import is_symbolic
 from jaxops._lib.planning.device import over_several_devices, warn_once
 
@@ -61,14 +61,14 @@ def partitioned(
 
     A result that lacks a letter of the operands is added over the devices that split it, in the dtype that call
     returns, and then cast. Inside of `jax.shard_map`, `jax.vmap` and `jax.export`, on one device, and of symbolic
-    sizes, all is as without this function.
+    or empty sizes, all is as without this function.
 
     Args:
       axes: of each operand, a pytree of arrays that are all alike.
       results: the axes of each array of the result, or of each of a dictionary by its name.
     """
     leaves, tree = jax.tree.flatten(operands)
-    if not over_several_devices() or any(is_symbolic(size) for x in leaves for size in x.shape):
+    if not over_several_devices() or any(is_symbolic(size) or size == 0 for x in leaves for size in x.shape):
         return call(WHOLE, *operands)
     given = [text for x, text in zip(operands, axes, strict=True) for _ in jax.tree.leaves(x)]
     flat = lambda part, *leaves: call(part, *tree.unflatten(leaves))
@@ -97,7 +97,8 @@ def warn_if_split(op: str, *operands: Any) -> tuple:
     """The operands; once a warning, if XLA has split the rows of the first matrix of an op that has no such rule."""
     leaves, tree = jax.tree.flatten(operands)
     first = next((i for i, x in enumerate(leaves) if len(x.shape) > 1), None)
-    if first is not None and over_several_devices():
+    empty = any(0 in x.shape for x in leaves)  # no kernel runs
+    if first is not None and not empty and over_several_devices():
         leaves[first] = _watched(op, leaves[first])
     return tree.unflatten(leaves)
 
@@ -117,7 +118,8 @@ def _watch(op: str, x: jax.Array) -> jax.Array:
     return partitioned(of_part, (x,), (text,), text, split="m")
 
 
-_watched = differentiable_as(_watch, lambda op, x: x, static=1)
+# Nothing is kept for the gradient.
+_watched = differentiable(_watch, lambda op, x: (_watched(op, x), ()), lambda op, _, dx: (dx,), static=1)
 
 
 class _Rule:

@@ -33,7 +33,7 @@ import numpy as np
 import typer
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxops.parallel import gather_parts, sum_parts
@@ -167,15 +167,28 @@ def constrained(state: Tree, mesh: Mesh | None) -> Tree:
     return state if mesh is None else jax.lax.with_sharding_constraint(state, shardings(state, mesh))
 
 
-def create_sharded(create: Callable[[], tuple[Any, Tree]], mesh: Mesh | None) -> tuple[Any, Tree]:
-    """create()'s graphdef and training state, with the state created sharded: no device ever holds all of it.
+def create_sharded(
+    create: Callable[..., tuple[Any, Tree]], mesh: Mesh | None, *donated: Any
+) -> tuple[Any, Tree, Callable[[], Tree]]:
+    """create(*donated)'s graphdef, the shapes of its training state, and a function that makes the state in one
+    program, sharded from the start: no device ever holds all of it.
 
-    Without a mesh, unsharded.
+    Without a mesh the state is committed to the first device, as one is that a checkpoint was read into: both take the
+    same programs.
     """
-    if mesh is None:
-        return create()
-    graphdef, shapes = jax.eval_shape(create)
-    return graphdef, jax.jit(lambda: create()[1], out_shardings=shardings(shapes, mesh))()
+    graphdefs = []
+
+    def state(*donated: Any) -> Tree:
+        graphdef, made = create(*donated)
+        graphdefs.append(graphdef)
+        return made
+
+    shapes = jax.eval_shape(state, *donated)
+    alone = SingleDeviceSharding(jax.devices()[0])
+    split = jax.tree.map(lambda _: alone, shapes) if mesh is None else shardings(shapes, mesh)
+    program = jax.jit(state, out_shardings=split, donate_argnums=tuple(range(len(donated))))
+    shapes = jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of), shapes, split)
+    return graphdefs[0], shapes, lambda: program(*donated)
 
 
 def shard_state(state: Tree, mesh: Mesh | None) -> Tree:

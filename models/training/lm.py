@@ -1,7 +1,6 @@
 """Trains a decoder on text, by default on the bytes of Python's standard library: `python -m models.train lm`."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from models.data.text import Corpus, bigram_nats, files_read
 from models.data.tokenizer import Bytes, HuggingFace, Tokenizer
 from models.decoder import Decoder, DecoderConfig
 from models.decoder.loss import loss_fn
-from models.distributed.mesh import TENSOR, parts_of, rows_of_process, shard_state, shardings
+from models.distributed.mesh import TENSOR, create_sharded, parts_of, rows_of_process, shard_state
 from models.distributed.processes import is_first
 from models.distributed.tensor_parallel import check_rows
 from models.generate.sampling import Sampling
@@ -120,7 +119,7 @@ class LmTask(Task):
         load = routed.load / jnp.maximum(jnp.sum(routed.load, axis=1, keepdims=True), 1)
         return loss + self.preset.balance_weight * balance, Measured(loss, balance, load)
 
-    def start(self, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState]:
+    def start(self, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState, Callable[[], TrainState]]:
         """A checkpoint's parameters are split over the mesh as they are read."""
         preset = self.preset
         if preset.init_from is None:
@@ -132,11 +131,8 @@ class LmTask(Task):
         # A loaded model has only the shapes of its histories.
         zeros = lambda h: jnp.zeros(h.shape, h.dtype) if isinstance(h, jax.ShapeDtypeStruct) else h
         others = shard_state(jax.tree.map(zeros, others), mesh)
-        begin = functools.partial(loop.init_state, preset)
-        if mesh is None:
-            return graphdef, begin(params, others)
-        split = shardings(jax.eval_shape(begin, params, others), mesh)
-        return graphdef, jax.jit(begin, out_shardings=split, donate_argnums=(0, 1))(params, others)
+        begin = lambda params, others: (graphdef, loop.init_state(preset, params, others))
+        return create_sharded(begin, mesh, params, others)
 
 
 def check_fits(preset: Preset, mesh: Mesh) -> None:

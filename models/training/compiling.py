@@ -1,0 +1,71 @@
+"""A run's programs, compiled side by side before they are called."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from jax.extend.core import jaxprs_in_params
+
+AT_ONCE = 2  # the step, and beside it the others in turn: they would only delay it
+KERNELS = ("triton_kernel_call", "pallas_call")
+
+
+class Compiling:
+    """Compiles programs in threads. JAX keeps each with its jitted function, whose first call finds it.
+
+    Programs of the run are traced and lowered in the caller's thread: there JAX's settings are the run's, errors have
+    the usual traceback, and Ctrl-C ends it. XLA needs no GIL. A context manager, which waits for what it has started
+    unless an error or a signal ends it.
+    """
+
+    def __init__(self):
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="compile")
+        self._programs: dict[str, Future] = {}
+        self._kernels: dict[str, str] = {}  # a part of a line
+        self._began = time.perf_counter()
+
+    def __enter__(self) -> "Compiling":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._pool.shutdown(wait=error is None, cancel_futures=error is not None)
+
+    def run(self, function: Callable[[], Any]) -> Future:
+        """Calls it in a thread."""
+        return self._pool.submit(function)
+
+    def start(self, name: str, function: Any, *args: Any) -> None:
+        """Begins to compile a jitted function for arguments, or for their shapes. Others compile when they are called."""
+        if not hasattr(function, "trace"):
+            return
+        traced = function.trace(*args)
+        kernels = len(set(_kernels(traced.jaxpr.jaxpr, set())))
+        self._kernels[name] = f"{kernels} kernels, " if kernels else ""
+        self._programs[name] = self._pool.submit(traced.lower().compile)
+
+    def wait(self, name: str, show: Callable[[str], None]) -> float | None:
+        """Waits for a program, and raises its compiler's error. Returns the seconds since the run began to compile;
+        None if the program was not started, or was waited for.
+
+        Args:
+          show: called with a line each second.
+        """
+        program, seconds = self._programs.pop(name, None), lambda: time.perf_counter() - self._began
+        while program is not None and not wait([program], timeout=1).done:
+            show(f"compiling {name}: {self._kernels[name]}{seconds():.0f} s")
+        return None if program is None or program.result() is None else seconds()
+
+
+def _kernels(jaxpr: Any, seen: set[int]) -> Iterator[tuple]:
+    """Each call of a kernel, equal for equal kernels. Layers share what they call."""
+    if id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in KERNELS:
+            given = equation.params
+            name = str(given.get("fn", given.get("name_and_src_info")))
+            yield name, tuple(str(v.aval) for v in (*equation.invars, *equation.outvars))
+        for inner in jaxprs_in_params(equation.params):
+            yield from _kernels(inner, seen)

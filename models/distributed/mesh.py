@@ -176,19 +176,12 @@ def create_sharded(
     Without a mesh the state is committed to the first device, as one is that a checkpoint was read into: both take the
     same programs.
     """
-    graphdefs = []
-
-    def state(*donated: Any) -> Tree:
-        graphdef, made = create(*donated)
-        graphdefs.append(graphdef)
-        return made
-
-    shapes = jax.eval_shape(state, *donated)
+    graphdef, shapes = jax.eval_shape(create, *donated)
     alone = SingleDeviceSharding(jax.devices()[0])
     split = jax.tree.map(lambda _: alone, shapes) if mesh is None else shardings(shapes, mesh)
-    program = jax.jit(state, out_shardings=split, donate_argnums=tuple(range(len(donated))))
+    program = jax.jit(create, out_shardings=(graphdef, split), donate_argnums=tuple(range(len(donated))))
     shapes = jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of), shapes, split)
-    return graphdefs[0], shapes, lambda: program(*donated)
+    return graphdef, shapes, lambda: program(*donated)[1]
 
 
 def shard_state(state: Tree, mesh: Mesh | None) -> Tree:

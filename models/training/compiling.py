@@ -36,7 +36,7 @@ class Compiling:
         return self._pool.submit(function)
 
     def start(self, name: str, function: Any, *args: Any) -> None:
-        """Begins to compile a jitted function for arguments, or for their shapes. Others compile when they are called."""
+        """Begins to compile a jitted function for arguments or their shapes. Others compile at their first call."""
         if not hasattr(function, "trace"):
             return
         traced = function.trace(*args)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
@@ -324,7 +324,14 @@ class Run:
         return self.save_every is not None and (done % self.save_every == 0 or done == steps)
 
 
-def train(task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, run: Run) -> tuple[Any, History]:
+def train(
+    task: Task,
+    batches: Callable[[int], Any],
+    heldout: Any,
+    unit: str,
+    run: Run,
+    sampler: Callable[[Any], Iterable[jax.stages.Lowered]] | None = None,
+) -> tuple[Any, History]:
     """Runs the steps after the first state or the newest checkpoint, with evaluations; prints and logs progress.
 
     Args:
@@ -332,6 +339,8 @@ def train(task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, ru
         ones.
       heldout: micro-batches of held-out data [N, ...], on the host.
       unit: of the loss, printed after a number.
+      sampler: from the result's shapes to programs that the caller needs after the training. Without a mesh they are
+        compiled with the others.
 
     Returns:
       The model with the weights that are `kept`, as of `models.distributed.mesh.collect`, in evaluation mode.
@@ -357,6 +366,10 @@ def train(task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, ru
             if not run.profile:
                 compiling.start("step", step, shapes, place(batches(before), mesh), key)
             compiling.start("evaluate", evaluate, kept(shapes), shapes.histories, placed, heldout_key)
+        if sampler is not None and mesh is None:
+            model = nnx.merge(graphdef, kept(shapes), shapes.histories)
+            model.eval()
+            compiling.run(lambda: [program.compile() for program in sampler(model)])
         if run.profile:
             step = Profiled(step)
         state = created.result()

@@ -51,8 +51,9 @@ class MetricsLog:
     """Writes OUT/metrics.jsonl, a line a step, and TensorBoard event files to OUT/tensorboard. A context manager.
 
     A line has the step's number (from 1), the scalars of its `models.training.loop.Metrics`, tokens_per_s between two
-    readings, heldout after an evaluation, and the first step's compile_s, until `step` was compiled; null is a number that is not finite, which JSON does not have. Existing
-    lines up to step `first`, the checkpoint that a run resumes from, are kept.
+    readings, and heldout after an evaluation; the first one of a process compile_s, the seconds until its step was
+    compiled. null is a number that is not finite, which JSON does not have. Existing lines up to step `first`, the
+    checkpoint that a run resumes from, are kept.
 
     Args:
       writes: True in one process of a run; the others only keep a history of the steps after `first`.

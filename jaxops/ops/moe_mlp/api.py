@@ -236,14 +236,19 @@ def _down(spec: Spec, h: jax.Array, w_down: jax.Array, routing: Routing) -> jax.
 
 def _fwd(spec: Spec, xs: Arrays, experts: Experts, routings: tuple[Routing, ...]):
     xs = tuple(named_cast(x, spec.compute_dtype, "moe_mlp.x") for x in xs)
-    experts = tuple(w.astype(spec.compute_dtype) for w in experts)
-    out, pres = [], []
+    cast, out, pres = _cast(spec, experts), [], []
     for x, routing in zip(xs, routings, strict=True):
-        h, pre = _up(spec, spec.save == "preactivations", x, experts, routing)
+        h, pre = _up(spec, spec.save == "preactivations", x, cast, routing)
         named = zip(pre, ("gate", "up"), strict=bool(pre))
         pres.append(tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in named))
-        out.append(checkpoint_name(_down(spec, h, experts[2], routing), "moe_mlp.out"))
+        out.append(checkpoint_name(_down(spec, h, cast[2], routing), "moe_mlp.out"))
+    # The backward casts the weights again. In one program XLA makes one cast of both; a scan over layers would stack
+    # what is cast, a second copy of all layers' weights, and has the float32 ones anyway.
     return tuple(out), (xs, experts, tuple(pres), routings)
+
+
+def _cast(spec: Spec, experts: Experts) -> Experts:
+    return tuple(w.astype(spec.compute_dtype) for w in experts)
 
 
 def _forward(spec: Spec, *operands) -> Any:
@@ -251,11 +256,11 @@ def _forward(spec: Spec, *operands) -> Any:
 
 
 def _bwd(spec: Spec, residuals, douts: Arrays):
-    xs, *others = residuals
+    xs, experts, *others = residuals
     # Not before dout exists: XLA would share the rows' copy or the products with the forward, and keep them.
     pairs = [lax.optimization_barrier(pair) for pair in zip(xs, douts, strict=True)]
     xs, douts = zip(*pairs, strict=True)
-    dxs, dexperts, dweights = _gradients(spec, xs, *others, douts)
+    dxs, dexperts, dweights = _gradients(spec, xs, _cast(spec, experts), *others, douts)
     return tuple(dx.astype(spec.x_dtype) for dx in dxs), dexperts, tuple(partial_routing(weights=d) for d in dweights)
 
 

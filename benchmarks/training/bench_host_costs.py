@@ -65,13 +65,12 @@ def measured(code: str, *words: str) -> dict[str, float]:
 
 
 def main(
-    out: str = typer.Option("", help="Folder for the rows; by default the device's results."),
+    out: str = typer.Option("", help="Folder of the rows; by default the GPU's results."),
     rounds: int = typer.Option(5, help="Processes of each case."),
     trainings: str = typer.Option("lm", help="Training commands, with their words; comma-separated. Empty for none."),
     smoke: bool = typer.Option(False, help="One process of each."),
 ) -> None:
-    folder = harness.results_folder(out) if out or not smoke else pathlib.Path(tempfile.mkdtemp())
-    file, samples = folder / "host_costs.jsonl", {}
+    file, samples = harness.begin("host_costs", out, smoke), {}
     cases = [(IMPORT, "jax"), (IMPORT, "jaxops")]
     cases += [(OPS, op, how) for how in ("eager", "jit") for op in ("ragged_dot", "grouped_matmul")]
     for case in cases * (1 if smoke else rounds):

@@ -159,7 +159,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
         warps = 4  # 8 % faster than 8
     block = _block(D, 1024 if plain else min(4096, max(1024, 256 * warps)))  # 8 columns a thread are a 16-byte load
     if not fwd and columns > 2560:
-        # A row's sums wait for all warps: 6 to 22 % faster from D 4096 on than by twice as many.
+        # A row's sums wait for all warps: by twice as many 6 and 22 % slower at D 4096 and 7168.
         block = _block(D, 1024 if plain else 2048)
         warps = max(8, block // 128, power_of_2(-(-columns // 1024)))
     step = max(1, min(8, 512 // max(columns, 1)))

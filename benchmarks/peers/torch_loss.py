@@ -1,7 +1,6 @@
 """The last layer and its loss by torch: what torch's process prepares for the benchmark of linear_cross_entropy.
 
-plain: a product and `torch.nn.functional.cross_entropy` of bfloat16 logits; compiled: the same by torch.compile, with
-float32 logits, too; liger: `LigerFusedLinearCrossEntropyLoss` (Hsu et al. 2024, arXiv:2410.10989), where its package
+plain: a product and `torch.nn.functional.cross_entropy` of bfloat16 logits; compiled: the same by torch.compile; liger: `LigerFusedLinearCrossEntropyLoss` (Hsu et al. 2024, arXiv:2410.10989), where its package
 can be imported. w is [V, D], as in torch's layers.
 """
 
@@ -26,7 +25,6 @@ class Worker(torch_process.Worker):
         backward = request["pass"] == "fwd+bwd"
         x, w = (self.tensors[name].detach().requires_grad_(backward) for name in "xw")
         losses = {"plain": self._plain, "compiled": torch.compile(self._plain, dynamic=False)}
-        losses["compiled, float32 logits"] = torch.compile(self._wide, dynamic=False)
 
         def ways(took: dict) -> Iterator[tuple[str, Callable[[], Callable]]]:
             for name, loss in losses.items():
@@ -37,9 +35,6 @@ class Worker(torch_process.Worker):
 
     def _plain(self, x, w, targets) -> Any:
         return self.torch.nn.functional.cross_entropy(x @ w.t(), targets)
-
-    def _wide(self, x, w, targets) -> Any:
-        return self.torch.nn.functional.cross_entropy((x @ w.t()).float(), targets)
 
     def _liger(self) -> Callable:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]

@@ -440,7 +440,7 @@ def loss_targets(rng: np.random.Generator, d: Dims) -> Arguments:
 LOSS_OPS = [
     described(
         "linear_cross_entropy", {"T": 23, "D": 10}, loss_shapes,
-        options=EXACT | {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01, "soft_cap": 5.0, "chunk": 8},
+        options=EXACT | {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01, "soft_cap": 5.0},
         local=("x", "targets", "weights"), integers=loss_targets,
         outside=lambda a: ({"x": (a["targets"] == -100)[:, None], "weights": a["targets"] == -100}, [None]),
         large=(({"T": 600_000, "D": 4096}, {}),),

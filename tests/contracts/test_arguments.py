@@ -100,8 +100,6 @@ RULES = {
     "causal": FLAG,
     "crowd": Rule((None, 1, np.int64(2)), COUNT, (0, -1)),
     "route.k": Rule((1, np.int64(2)), COUNT, (0, -1, 9)),
-    "chunk": Rule((None, 1, np.int64(3), 99), COUNT, (0, -1)),
-    "has_aux": FLAG,
     "ignore_index": Rule((0, -1, np.int32(3)), (*COUNT, None)),
     "label_smoothing": Rule((0, 0.5, np.float32(1)), ("1", None, True, ARRAY), (-0.1, 1.5, float("nan"))),
     "linear_cross_entropy.axis_name": Rule((None, "i"), (3, True, ("i",), b"i"), ("", "j")),

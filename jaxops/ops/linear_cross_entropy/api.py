@@ -22,7 +22,6 @@ from jaxops._lib.arrays.checks import (
 from jaxops._lib.arrays.differentiable import differentiable
 from jaxops._lib.arrays.manual_axes import axis_index, barrier, vary_together
 from jaxops._lib.arrays.precision import resolve_precision
-from jaxops._lib.arrays.symbolic import is_symbolic
 from jaxops.ops.linear_cross_entropy.chunks import Operands, Spec, Tokens, rows_at_a_time, tokens, tokens_and_gradients
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -31,13 +30,14 @@ REDUCTIONS = ("mean", "sum", "none")
 def linear_cross_entropy(
     x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array | None = None, *,
     bias: jax.Array | None = None, transpose_w: bool = False, reduction: Literal["mean", "sum", "none"] = "mean",
-    has_aux: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    soft_cap: float | None = None, axis_name: str | None = None, compute_dtype=None, logits_dtype=None,
-    precision: lax.PrecisionLike = None, chunk: int | None = None,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, soft_cap: float | None = None,
+    axis_name: str | None = None, compute_dtype=None, logits_dtype=None,
+    precision: lax.PrecisionLike = None,
 ) -> Any:  # fmt: skip
     """The cross-entropy of the logits `x @ w` with target words, without an array of all logits.
 
-    Rows are taken in chunks, of whose logits at most 1 GB is in memory with their gradients. With "mean" and "sum" a
+    Rows are taken in chunks, of whose logits and their gradients at most 1 GB is in memory (of all rows, if T is a
+    symbolic size). With "mean" and "sum" a
     call that is differentiated makes the gradients of a chunk while its logits are there: three products in all, where
     a `jax.checkpoint` around each chunk takes four. A call that is not differentiated makes no gradients. With "none"
     the tokens' cotangents are known only in the backward, which makes the logits again. Differentiable (reverse mode)
@@ -58,7 +58,6 @@ def linear_cross_entropy(
       bias: [V], any of the dtypes of x, or None.
       transpose_w: w is [V, D].
       reduction: "mean", over the sum of the weights of tokens that count (0 if that is 0); "sum"; or "none".
-      has_aux: with "mean" and "sum" also return what "none" returns, without a gradient, as for logging.
       ignore_index: a target of this value does not count; what its row of x holds (NaN too) reaches nothing.
       label_smoothing: share of the target that is spread over all words, 0 to 1 (Szegedy et al. 2016,
         arXiv:1512.00567).
@@ -70,15 +69,14 @@ def linear_cross_entropy(
       logits_dtype: bfloat16, float16 or float32, of the logits in memory; compute_dtype by default. Everything between
         the products is computed in float32. docs/ops.md has the errors of both.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
-      chunk: rows whose logits are in memory at a time; None chooses. All at once if T is a symbolic size.
 
     Returns:
-      A float32 scalar in nats; with has_aux `(loss, (losses, log_sums))`. With "none" `(losses, log_sums)`: each
-      token's loss and the logarithm of the sum of its exponentials, [T] float32, zero for tokens that do not count.
+      A float32 scalar, in nats. With "none" `(losses, log_sums)`: each token's loss and the logarithm of the sum of its
+      exponentials, [T] float32, zero for tokens that do not count.
 
     Raises:
       ValueError: shapes that do not fit, V = 0, an unknown reduction, a label_smoothing outside of 0 to 1, a soft_cap
-        that is not positive, weights or has_aux with "none".
+        that is not positive, weights with "none".
       TypeError: dtypes that the products do not take, dtypes that differ without compute_dtype; forward-mode
         differentiation (JAX's own error).
       NotImplementedError: a precision algorithm that jaxops' products do not have.
@@ -91,11 +89,8 @@ def linear_cross_entropy(
     """
     T, V = _check_arrays(x, w, targets, weights, bias, check_flag("transpose_w", transpose_w))
     check_choice("reduction", reduction, REDUCTIONS)
-    if (check_flag("has_aux", has_aux) or weights is not None) and reduction == "none":
-        got = "has_aux=True" if has_aux else "weights"
-        raise ValueError(
-            f"{got} with reduction='none': its result is (losses, log_sums); multiply the losses yourself."
-        )
+    if reduction == "none" and weights is not None:
+        raise ValueError("weights with reduction='none', whose results are (losses, log_sums): multiply the losses.")
     smoothing, cap = check_number("label_smoothing", label_smoothing, least=0), soft_cap
     if smoothing > 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1.")
@@ -104,8 +99,7 @@ def linear_cross_entropy(
     compute = compute_dtype_of("x", x, "w", w, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
     logits = compute if logits_dtype is None else float_dtype("logits_dtype", logits_dtype)
-    rows = chunk if chunk is None else check_integer("chunk", chunk, least=1)
-    rows = rows_at_a_time(T, V, logits.itemsize + compute.itemsize) if rows is None or is_symbolic(T) else rows
+    rows = rows_at_a_time(T, V, logits.itemsize + compute.itemsize)
     dtypes = tuple(None if a is None else jnp.dtype(a.dtype) for a in (x, w, bias))
     spec = Spec(
         transpose_w, check_integer("ignore_index", ignore_index), smoothing, check_number("z_loss", z_loss, least=0),
@@ -117,14 +111,14 @@ def linear_cross_entropy(
         return tuple(found if axis_name is None else lax.psum(found, axis_name))
     counts = jnp.asarray(targets) != spec.ignore_index
     weights = jnp.where(counts, 1 if weights is None else weights, 0).astype(jnp.float32)
-    result: Any = _weighted(spec, *vary_together(x, w, bias, targets, weights, index)[:-1])
+    loss: Any = _weighted(spec, *vary_together(x, w, bias, targets, weights, index)[:-1])
     # Each device of the axis returns its share, and the sum is outside of the custom_vjp: so the cotangent that reaches
     # a share is the sum's, whether or not shard_map checks what varies.
-    loss, each = result if axis_name is None else lax.psum(result, axis_name)
+    loss = loss if axis_name is None else lax.psum(loss, axis_name)
     if reduction == "mean":
         total = jnp.sum(weights)
         loss = loss / jnp.where(total == 0, 1, total)
-    return (loss, tuple(lax.stop_gradient(each))) if has_aux else loss
+    return loss
 
 
 def _check_arrays(x: jax.Array, w: jax.Array, targets: jax.Array, weights, bias, transpose_w: bool) -> tuple[int, int]:
@@ -160,11 +154,11 @@ def _scaled(spec: Spec, gradients, factor: jax.Array | None = None) -> list[jax.
     return [None if d is None else of(d).astype(dtype) for d, dtype in zip(gradients, spec.dtypes, strict=True)]
 
 
-# A scalar: the weighted sum. With it come the tokens' losses, whose cotangents are zero.
+# A scalar: the weighted sum
 
 
-def _weighted_sum(weights: jax.Array, found: Tokens) -> tuple[jax.Array, Tokens]:
-    return checkpoint_name(jnp.sum(weights * found.losses), "linear_cross_entropy.out"), found
+def _weighted_sum(weights: jax.Array, found: Tokens) -> jax.Array:
+    return checkpoint_name(jnp.sum(weights * found.losses), "linear_cross_entropy.out")
 
 
 def _weighted_forward(spec: Spec, x, w, bias, targets, weights):
@@ -178,8 +172,8 @@ def _weighted_fwd(spec: Spec, x, w, bias, targets, weights):
     return _weighted_sum(weights, found), (gradients, found.losses)
 
 
-def _weighted_bwd(spec: Spec, residuals, cotangents):
-    (gradients, losses), (dloss, _) = residuals, cotangents
+def _weighted_bwd(spec: Spec, residuals, dloss):
+    gradients, losses = residuals
     return *_scaled(spec, gradients, dloss), None, dloss * losses
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.arrays.manual_axes import vary_as
+from jaxops._lib.arrays.manual_axes import out_struct, vary_as
 from jaxops._lib.arrays.symbolic import is_symbolic
 
 LIMIT_BYTES = 1 << 30  # of a chunk's logits and their gradients
@@ -96,7 +96,7 @@ def tokens_and_gradients(
     """Also the gradients of x, in the compute dtype, and of w and bias, in float32."""
     _, w, bias, _ = operands
     # A loop's values vary over the same mesh axes in each turn.
-    zeros = lambda a: vary_as(jax.typeof(w), jnp.zeros(a.shape, jnp.float32))
+    zeros = lambda a: vary_as(out_struct((), jnp.float32, w), jnp.zeros(a.shape, jnp.float32))
 
     def of_chunk(sums, rows: Operands, cotangents: Tokens) -> tuple[Any, tuple[Tokens, jax.Array]]:
         products, (dw, dbias) = _products(spec, rows), sums
@@ -200,7 +200,7 @@ def _known(spec: Spec, rows: Operands, count: int) -> jax.Array:
 
 def _tokens(spec: Spec, rows: Operands, products: jax.Array, found: _Statistics) -> Tokens:
     devices = 1 if spec.axis_name is None else lax.axis_size(spec.axis_name)
-    log_sum = vary_as(jax.typeof(products), found.log_sum) / devices
+    log_sum = vary_as(out_struct((), jnp.float32, products), found.log_sum) / devices
     smooth, (_, count) = spec.label_smoothing, _words(spec, products)
     loss = log_sum * (1 + spec.z_loss * found.log_sum) - (1 - smooth) * found.chosen - smooth / count * found.total
     counts = _counts(spec, rows)

@@ -3,6 +3,7 @@
 import functools
 import re
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxops
+from jaxops.ops.linear_cross_entropy import api
 from jaxops.ops.linear_cross_entropy.chunks import LIMIT_BYTES, TILE, rows_at_a_time
 from tests.arrays import put
 from tests.compare import assert_close
@@ -67,6 +69,12 @@ def expected(
     return results, {"x": d @ w.T, "w": dw, "bias": d.sum(0), "weights": dweights}
 
 
+def loss(*operands, chunk: int | None = None, **options) -> Any:
+    """chunk: rows at a time; None: all."""
+    with mock.patch.object(api, "rows_at_a_time", return_value=chunk):
+        return jaxops.linear_cross_entropy(*operands, **options)
+
+
 def found(
     a: Arrays, reduction: str, cotangents: tuple, dtypes: dict[str, str], **options
 ) -> tuple[list, dict[str, Any]]:
@@ -75,7 +83,7 @@ def found(
     @jax.jit
     def run(given, targets, cotangents):
         def call(given):
-            out = jaxops.linear_cross_entropy(targets=targets, reduction=reduction, **given, **options)
+            out = loss(targets=targets, reduction=reduction, **given, **options)
             return out if reduction == "none" else (out,)
 
         out, vjp = jax.vjp(call, given)
@@ -160,7 +168,7 @@ def test_tokens_that_do_not_count(chunk):
     got = found(a, "mean", (1.0,), {}, chunk=chunk)
     assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(got))
     for reduction in ("mean", "none"):
-        of = jaxops.linear_cross_entropy(put(a["x"]), put(a["w"]), put(a["targets"]), reduction=reduction, chunk=chunk)
+        of = loss(put(a["x"]), put(a["w"]), put(a["targets"]), reduction=reduction, chunk=chunk)
         assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(of))
     a["targets"][:] = 12345  # is ignored by another number, too
     assert found(a, "sum", (1.0,), {}, ignore_index=12345)[0][0] == 0
@@ -176,23 +184,9 @@ def test_a_target_outside_of_the_vocabulary(target):
     assert list(np.flatnonzero(np.isnan(losses))) == [5]
     assert np.isfinite(log_sums).all()
     assert set(np.argwhere(np.isnan(d["x"]))[:, 0]) == {5}
-    loss, d = found(a, "mean", (1.0,), {}, chunk=4)
-    assert np.isnan(loss[0])
+    total, d = found(a, "mean", (1.0,), {}, chunk=4)
+    assert np.isnan(total[0])
     assert np.isnan(d["w"]).all()
-
-
-def test_aux():
-    """The tokens' losses beside the mean, which alone has a gradient."""
-    a = operands(13, 7, 11)
-    x, w, targets = (put(a[name]) for name in ("x", "w", "targets"))
-    each = jaxops.linear_cross_entropy(x, w, targets, reduction="none")
-    loss, aux = jaxops.linear_cross_entropy(x, w, targets, has_aux=True)
-    for got, want in zip(aux, each, strict=True):
-        assert_close(got, want, "float32")
-    counts = np.sum(a["targets"] != IGNORED)
-    assert_close(loss, np.asarray(np.sum(each[0])) / counts, "float32")
-    of_aux = lambda x: jnp.sum(jaxops.linear_cross_entropy(x, w, targets, has_aux=True)[1][0])
-    assert not np.any(jax.grad(of_aux)(x))
 
 
 def test_products():
@@ -203,8 +197,8 @@ def test_products():
     def products(f) -> int:
         return sum(e.primitive.name == "dot_general" for e in equations(jax.make_jaxpr(f)(x, w).jaxpr))
 
-    mean = lambda x, w: jaxops.linear_cross_entropy(x, w, targets, chunk=16)
-    each = lambda x, w: jnp.sum(jaxops.linear_cross_entropy(x, w, targets, chunk=16, reduction="none")[0])
+    mean = lambda x, w: loss(x, w, targets, chunk=16)
+    each = lambda x, w: jnp.sum(loss(x, w, targets, chunk=16, reduction="none")[0])
     assert (products(mean), products(jax.grad(mean, (0, 1)))) == (1, 3)
     assert (products(each), products(jax.grad(each, (0, 1)))) == (1, 4)
 
@@ -213,16 +207,12 @@ def test_products():
 def test_memory(reduction):
     """Temporaries grow with a chunk's rows, not with all rows."""
     T, D, V = 2048, 16, 1000
-    step = jax.jit(
-        jax.grad(
-            lambda x, w, t: (
-                jnp.sum(jnp.stack(jaxops.linear_cross_entropy(x, w, t, chunk=128, reduction=reduction)[:1]))
-                if reduction == "none"
-                else jaxops.linear_cross_entropy(x, w, t, chunk=128)
-            ),
-            (0, 1),
-        )
-    )
+
+    def total(x, w, targets):
+        found = loss(x, w, targets, chunk=128, reduction=reduction)
+        return jnp.sum(found[0]) if reduction == "none" else found
+
+    step = jax.jit(jax.grad(total, (0, 1)))
     shapes = (jax.ShapeDtypeStruct(s, d) for s, d in (((T, D), "float32"), ((D, V), "float32"), ((T,), "int32")))
     used = step.lower(*shapes).compile().memory_analysis()
     assert used.temp_size_in_bytes < 6 * 128 * V * 4 + 8 * T * D * 4
@@ -256,7 +246,7 @@ def test_a_split_vocabulary(reduction, transpose_w, check_vma):
     given, targets = {name: put(a[name]) for name in names}, put(a["targets"])
 
     def part(given, targets):
-        out = jaxops.linear_cross_entropy(targets=targets, axis_name=AXIS, **given, **options)
+        out = loss(targets=targets, axis_name=AXIS, **given, **options)
         return out if reduction == "none" else (out,)
 
     specs = {"x": P(), "w": P(AXIS) if transpose_w else P(None, AXIS), "bias": P(AXIS), "weights": P()}
@@ -279,7 +269,6 @@ def test_a_split_vocabulary(reduction, transpose_w, check_vma):
         ({"targets": np.zeros(2, np.int32)}, ValueError, "a word for each row of x"),
         ({"bias": np.zeros(4)}, ValueError, "len(bias) is 4"),
         ({"weights": np.zeros(3), "reduction": "none"}, ValueError, "weights with reduction='none'"),
-        ({"has_aux": True, "reduction": "none"}, ValueError, "has_aux=True with reduction='none'"),
         ({"w": jnp.zeros((4, 5), jnp.bfloat16)}, TypeError, "pass compute_dtype=jnp.float32"),
     ],
 )

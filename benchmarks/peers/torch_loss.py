@@ -1,7 +1,8 @@
 """The last layer and its loss by torch: what torch's process prepares for the benchmark of linear_cross_entropy.
 
-plain: a product and `torch.nn.functional.cross_entropy` of bfloat16 logits; compiled: the same by torch.compile; liger: `LigerFusedLinearCrossEntropyLoss` (Hsu et al. 2024, arXiv:2410.10989), where its package
-can be imported. w is [V, D], as in torch's layers.
+plain: a product and `torch.nn.functional.cross_entropy` of bfloat16 logits; compiled: the same by torch.compile; liger:
+`LigerFusedLinearCrossEntropyLoss` (Hsu et al. 2024, arXiv:2410.10989), where its package can be imported. w is [V, D],
+as in torch's layers.
 """
 
 from collections.abc import Callable, Iterator

@@ -339,18 +339,6 @@ def whole_part(model: Any, name: str) -> Any:
     return nnx.merge(graphdef, gather(params, model.splits, name, dtype=c.dtype, sums=c.sums), others)
 
 
-def before_loop(model: Any, name: str) -> Any:
-    """`whole_part` for a loop, in which it would be gathered by each iteration.
-
-    Over a mesh its parameters are float32 again, so that the iterations' gradients are summed in it.
-    """
-    part = whole_part(model, name)
-    if model.splits is None:
-        return part
-    graphdef, params, others = nnx.split(part, nnx.Param, ...)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.float32), params), others)
-
-
 def whole_layers(model: Any, *names: str) -> list[Callable[..., Any]] | None:
     """For `models.layers.apply_layers`, of each stack of layers: `gather` of a layer's parameters, with `axes`."""
     splits, c = model.splits, model.config

@@ -41,6 +41,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "grouped_glu": [XLA, HALF, XLA | {"save": "nothing"}],
     "moe_mlp": [XLA, HALF, XLA | {"recipe": "rowwise"}, XLA | {"save": "nothing"}],
     "fp8_matmul": [XLA, XLA | {"recipe": "tensorwise"}, XLA | {"recipe": "rowwise_with_gw_hp"}],
+    "linear_cross_entropy": [{}],
     "all_gather_matmul": [XLA, HALF, XLA | {"save": "gathered"}],
 }
 ELSEWHERE = {"grouped_glu.gate_up", "attention.cudnn"}  # of other operands, below

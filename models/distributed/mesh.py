@@ -202,14 +202,14 @@ def collect(tree: Tree, mesh: Mesh | None) -> Tree:
     if mesh is None:
         return tree
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
-    if 2 * sum(x.nbytes for x in jax.tree.leaves(tree)) <= device_bytes(mesh):
+    if 2 * sum(x.nbytes for x in jax.tree.leaves(tree)) <= device_bytes():
         return jax.tree.map(lambda x: x.addressable_data(0), whole(tree))
     return jax.tree.map(lambda x: np.asarray(x if x.is_fully_addressable else whole(x).addressable_data(0)), tree)
 
 
-def device_bytes(mesh: Mesh) -> float:
-    """Memory of a device; of a CPU without a limit."""
-    return (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+def device_bytes() -> float:
+    """Memory of a device of this process; of a CPU without a limit."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from models.distributed.mesh import (
     collect,
     constrained,
     create_sharded,
+    device_bytes,
     of_own_batch,
     over,
     replicate,
@@ -352,7 +354,7 @@ def train(
     preset, mesh = task.preset, run.mesh
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with contextlib.ExitStack() as stack:
-        compiling = stack.enter_context(Compiling())
+        compiling = stack.enter_context(Compiling(device_bytes() if mesh is None else math.inf))
         graphdef, shapes, create = task.start(mesh)
         created = compiling.run(create)
         key, heldout_key = replicate(jax.jit(lambda: tuple(jax.random.split(jax.random.key(preset.seed))))(), mesh)

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import threading
@@ -177,3 +178,29 @@ def test_kernels_are_counted_once():
     f = lambda x: (jax.jit(twice)(x), twice(x), jax.lax.map(twice, x[None]), twice(x[:2]))
     kernels = compiling._kernels(jax.make_jaxpr(f)(np.ones(4, np.float32)).jaxpr, set())
     assert len(set(kernels)) == 2
+
+
+def losses(x, stack):
+    """Of layers in a scan, and its gradients."""
+    scanned = lambda x, stack: jnp.sum(jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, stack)[0])
+    return jax.value_and_grad(scanned, (0, 1))(x, stack)
+
+
+def test_what_a_scan_needs_at_least():
+    x, stack = np.ones((8, 4), np.float32), np.ones((3, 4, 4), np.float32)
+    given, stacks = compiling.least_bytes(jax.make_jaxpr(losses)(x, stack).jaxpr)
+    assert given == x.nbytes + stack.nbytes
+    # Each layer's input, sine's slope, and the gradient of w.
+    assert stacks == 3 * (2 * x.nbytes) + stack.nbytes
+    analysis = jax.jit(losses).lower(x, stack).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes + analysis.output_size_in_bytes >= stacks
+    unrolled = lambda x, stack: jax.grad(lambda s: jnp.sum(functools.reduce(lambda x, w: jnp.sin(x @ w), s, x)))(stack)
+    assert compiling.least_bytes(jax.make_jaxpr(unrolled)(x, stack).jaxpr) == (given, 0)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_step_that_cannot_fit_ends_in_one_line(tmp_path, monkeypatch):
+    """Before XLA compiles it."""
+    monkeypatch.setattr(loop, "device_bytes", lambda: 50_000)
+    with pytest.raises(typer.BadParameter, match=r"step needs more than 0\.0 GB.*unroll: true.*policy: \{\}"):
+        train(tmp_path)

@@ -189,7 +189,7 @@ def test_the_whole_arrays_after_a_training(monkeypatch):
     """On one device, or on the host where they take more than half of a device's memory."""
     mesh, whole = make_mesh("fsdp=4"), {"kernel": jnp.arange(32.0).reshape(8, 4)}
     for limit, kind in ((np.inf, jax.Array), (0, np.ndarray)):
-        monkeypatch.setattr(mesh_module, "device_bytes", lambda _, limit=limit: limit)
+        monkeypatch.setattr(mesh_module, "device_bytes", lambda limit=limit: limit)
         (got,) = collect(shard_state(whole, mesh), mesh).values()
         assert isinstance(got, kind)
         np.testing.assert_array_equal(got, whole["kernel"])

@@ -55,8 +55,8 @@ class Compiling:
             whole, given, stacks, limit = (f"{x / 1e9:.1f}" for x in (given + stacks, given, stacks, self._limit))
             raise typer.BadParameter(
                 f"{name} needs more than {whole} GB, {given} of arrays and {stacks} of what its scan over layers "
-                f"stacks; the device has {limit}. Unroll the layers (unroll: true), recompute them (policy: {{}}), or take a "
-                "smaller batch."
+                f"stacks; the device has {limit}. Unroll the layers (unroll: true), recompute them (policy: {{}}), or "
+                "take a smaller batch."
             )
         kernels = len(set(_kernels(traced.jaxpr.jaxpr, set())))
         self._kernels[name] = f"{kernels} kernels, " if kernels else ""

@@ -84,7 +84,7 @@ def main(
     for words in harness.names(trainings):
         with tempfile.TemporaryDirectory() as runs:
             found = measured(TRAINING, *words.split(), "--out", f"{runs}/out")
-        programs = found.pop("programs")
+        programs = int(found.pop("programs"))
         for name, seconds in found.items():
             write(file, f"{words}: {name}", rows.Times.of([1e6 * seconds]), {}, {"programs": programs})
 

@@ -60,7 +60,7 @@ print(json.dumps(found))
 def measured(code: str, *words: str) -> dict[str, float]:
     environment = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     command = [sys.executable, "-c", f"import json, sys\n{code}", *words]
-    done = subprocess.run(command, env=environment, cwd=rows.ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment, cwd=rows.ROOT, capture_output=True, encoding="utf-8", check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections import deque
@@ -135,7 +136,7 @@ class Task:
     def start(self, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState, Callable[[], TrainState]]:
         """The graphdef of the model on one device, and of the state before the first step the shapes and the function
         that makes it, as of `create_sharded`."""
-        return create_sharded(lambda: first_state(self), mesh)
+        return create_sharded(functools.partial(first_state, self), mesh)
 
     def sharded_graphdef(self, mesh: Mesh) -> nnx.GraphDef:
         """Of the model as it is called over a mesh."""

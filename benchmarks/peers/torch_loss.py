@@ -63,7 +63,7 @@ class Worker(torch_process.Worker):
         )
         log_sums = torch.cat([(part.float() @ w.float().t()).logsumexp(1) for part in x.split(512)])
         chosen = (x.float() * w[targets].float()).sum(1)
-        worst, loss = Worst(), abs((log_sums - chosen).mean().item() - results["loss"].item())
+        worst, loss = Worst(), abs(results["loss"].item() / (log_sums - chosen).mean().item() - 1)
         worst.errors = (loss, loss)
         if "dx" in results:
             d = (x[rows].float() @ w.float().t() - log_sums[rows, None]).exp()

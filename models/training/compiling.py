@@ -98,8 +98,7 @@ def _kernels(jaxpr: Any, seen: set[int]) -> Iterator[tuple]:
     seen.add(id(jaxpr))
     for equation in jaxpr.eqns:
         if equation.primitive.name in KERNELS:
-            given = equation.params
-            name = str(given.get("fn", given.get("name_and_src_info")))
-            yield name, tuple(str(v.aval) for v in (*equation.invars, *equation.outvars))
+            types = tuple(str(v.aval) for v in (*equation.invars, *equation.outvars))
+            yield *map(equation.params.get, ("name", "fn", "metaparams")), types
         for inner in jaxprs_in_params(equation.params):
             yield from _kernels(inner, seen)

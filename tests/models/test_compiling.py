@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import io
 import json
+import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +31,15 @@ OTHER = dataclasses.replace(TINY, model=dataclasses.replace(MODEL, layers=1, wid
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled():
     """How often a program of each name is compiled; without JAX's cache on disk, which would hide a second time."""
     found = collections.Counter()
 
-    def count(name, _, **given):
-        if name == COMPILED:
+    def count(event: str, duration_secs: float, **given: Any) -> None:
+        if event == COMPILED and duration_secs:
             found[given["fun_name"].removeprefix("jit(").removesuffix(")")] += 1
 
-    before = jax.config.jax_enable_compilation_cache
+    before = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009 - pyright does not know it
     jax.config.update("jax_enable_compilation_cache", False)
     jax.monitoring.register_event_duration_secs_listener(count)
     yield found
@@ -66,17 +68,20 @@ def test_an_image_run(compiled, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_finished_run_that_is_resumed_compiles_no_step(tmp_path, whole, monkeypatch):
-    """And one that goes on compiles what the first one did, with a checkpoint's arrays."""
-    started = []
-    start = Compiling.start
-    monkeypatch.setattr(
-        Compiling, "start", lambda self, name, *given: (started.append(name), start(self, name, *given))
-    )
-    train(tmp_path, save_every=EVERY)
+def test_a_resumed_run(compiled, tmp_path, whole, monkeypatch):
+    """With a checkpoint's arrays it takes the programs of a new run. A finished one compiles no step."""
+    started, start = [], Compiling.start
+    record = lambda self, name, *given: (started.append(name), start(self, name, *given))
+    monkeypatch.setattr(Compiling, "start", record)
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    train(out, save_every=EVERY, resume=True)
+    assert started == []
+    for step in ("4", "5"):
+        shutil.rmtree(out / "checkpoints" / step)
+    shutil.rmtree(out / "checkpoint-hf")
+    train(out, save_every=EVERY, resume=True)
     assert started == ["step", "evaluate"]
-    train(tmp_path, save_every=EVERY, resume=True)
-    assert started == ["step", "evaluate"]
+    assert compiled["step"] == compiled["evaluate"] == 0  # `whole` has compiled them
 
 
 def test_its_own_line_while_it_compiles(monkeypatch):
@@ -103,8 +108,8 @@ def test_its_own_line_while_it_compiles(monkeypatch):
         assert programs.wait("evaluate", lines.append) is None
         assert not done.is_set()
         threading.Timer(1.5, hold.set).start()
-        assert programs.wait("step", lines.append) > 1
-        assert programs.wait("other", lines.append) > 1
+        seconds = [programs.wait(name, lines.append) for name in ("step", "other")]
+        assert all(s is not None and s > 1 for s in seconds)
         assert programs.wait("step", lines.append) is None
     assert lines[0].startswith("compiling step: 1 s")
     assert programs._kernels == {"step": "", "other": "2 kernels, "}
@@ -193,6 +198,7 @@ def test_what_a_scan_needs_at_least():
     # Each layer's input, sine's slope, and the gradient of w.
     assert stacks == 3 * (2 * x.nbytes) + stack.nbytes
     analysis = jax.jit(losses).lower(x, stack).compile().memory_analysis()
+    assert analysis is not None
     assert analysis.temp_size_in_bytes + analysis.output_size_in_bytes >= stacks
     unrolled = lambda x, stack: jax.grad(lambda s: jnp.sum(functools.reduce(lambda x, w: jnp.sin(x @ w), s, x)))(stack)
     assert compiling.least_bytes(jax.make_jaxpr(unrolled)(x, stack).jaxpr) == (given, 0)

@@ -60,19 +60,23 @@ class Compiling:
             )
         kernels = len(set(_kernels(traced.jaxpr.jaxpr, set())))
         self._kernels[name] = f"{kernels} kernels, " if kernels else ""
-        self._programs[name] = self._pool.submit(traced.lower().compile)
+        lowered = traced.lower()
+        self._programs[name] = self._pool.submit(lambda: (lowered.compile(), self._seconds())[1])
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._began
 
     def wait(self, name: str, show: Callable[[str], None]) -> float | None:
-        """Waits for a program, and raises its compiler's error. Returns the seconds since the run began to compile;
-        None if the program was not started, or was waited for.
+        """Waits for a program, and raises its compiler's error. Returns the seconds from the run's begin until it was
+        compiled; None if it was not started, or was waited for.
 
         Args:
           show: called with a line each second.
         """
-        program, seconds = self._programs.pop(name, None), lambda: time.perf_counter() - self._began
+        program = self._programs.pop(name, None)
         while program is not None and not wait([program], timeout=1).done:
-            show(f"compiling {name}: {self._kernels[name]}{seconds():.0f} s")
-        return None if program is None or program.result() is None else seconds()
+            show(f"compiling {name}: {self._kernels[name]}{self._seconds():.0f} s")
+        return None if program is None else program.result()
 
 
 def least_bytes(jaxpr: Any) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from jaxops._lib.numerics.activations import ACTIVATIONS
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.moe_mlp.cases import (
+    BIASES,
     FEW,
     NAMES,
     QUICK,
@@ -36,6 +37,17 @@ VARIANTS = {
     "eight": Variant(T=7, D=24, F=40, N=24, k=8, E=9, dtype="bfloat16", out_dtype="float32", capacity=6, last=7),
     "empty-experts": Variant(T=4, D=9, F=5, N=6, k=2, E=16, dtype="bfloat16"),
 }
+OAI = {"activation": "swiglu_oai", "biased": BIASES}
+# Weights in other forms, biases, gpt-oss' unit.
+FORMS = {
+    "gpt-oss": dataclasses.replace(SHARD, **OAI),
+    "joined": dataclasses.replace(SHARD, **OAI, form="joined", F=24),
+    "joined-bfloat16": dataclasses.replace(VARIANTS["eight"], form="joined"),
+    "some-biases": dataclasses.replace(VARIANTS["one-choice"], biased=("b_up", "b_down")),
+    "alone": dataclasses.replace(SHARD, activation="relu2", form="alone", biased=BIASES),
+    "alone-again": dataclasses.replace(VARIANTS["eight"], activation="sigmoid", form="alone", save="nothing"),
+}
+VARIANTS |= FORMS
 
 
 @pytest.mark.parametrize(
@@ -44,8 +56,8 @@ VARIANTS = {
         *((variant, run) for variant in VARIANTS for run in RUNS[:2]),
         *(pytest.param(variant, "gpu", marks=pytest.mark.gpu) for variant in VARIANTS),
         # The forward's kernel for few rows; the backward is that of the other runs. More sizes: tests/ops/grouped_glu.
-        *((variant, "few") for variant in ("shard", "eight")),
-        *(pytest.param(variant, "few-gpu", marks=pytest.mark.gpu) for variant in ("shard", "eight")),
+        *((variant, "few") for variant in ("shard", "eight", "gpt-oss")),
+        *(pytest.param(variant, "few-gpu", marks=pytest.mark.gpu) for variant in ("shard", "eight", "gpt-oss")),
     ],
 )
 def test_variants(variant, run):

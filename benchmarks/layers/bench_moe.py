@@ -8,8 +8,8 @@ python -m benchmarks moe --smoke --out /tmp/x     # a tiny shape, every code pat
 TFLOP/s count the routed rows' products. All sides use the same float32 router: with random logits, or with logits that
 force even or Zipf groups (shapes_moe.preferences). Rows also have the share of the time outside the products (on a GPU)
 and the bytes that the layer needs beside its operands and results; of_balanced is the rate over that with even groups,
-where these were measured before. Shapes of gpt-oss' units have no other peers than jaxops' ops; those of joined weights are beside
-the same layer with two arrays, too.
+where these were measured before. Beside gpt-oss' units are jaxops' single ops alone; beside joined weights also the
+same layer with two arrays.
 """
 
 import functools
@@ -59,9 +59,12 @@ def jaxops_layer(
     *experts: jax.Array,
 ) -> jax.Array:  # fmt: skip
     routing = jaxops.route(router_logits(preferred, tokens, router), shape.k, backend=backend)
-    gate, up, down, *biases = experts if len(experts) > 2 else (experts[0], None, experts[1])
-    unit = {"activation": "swiglu_oai", "biases": tuple(biases)} if shape.form == "gpt_oss" else {}
-    return jaxops.moe_mlp(tokens, gate, up, down, routing, recipe=recipe, backend=backend, **unit)
+    gate, *up, down = experts[:3]
+    biases = experts[3:]
+    unit = {"activation": "swiglu_oai", "biases": biases} if shape.form == "gpt_oss" else {}
+    return jaxops.moe_mlp(
+        tokens, gate, up[0] if up else None, down, routing, recipe=recipe, backend=backend, **unit
+    )  # fmt: skip
 
 
 def unfused_layer(

@@ -99,7 +99,8 @@ class MoE(nnx.Module):
       ValueError: a size below 1, a router of other sizes, an unknown activation, recipe or backend, a precision with a
         recipe, pow2_scales without one.
       TypeError: a router that cannot be called, a dtype that the kernels do not multiply.
-      NotImplementedError: recipe "delayed"; with a recipe, use_bias, "swiglu_oai", an NVIDIA GPU older than compute capability 8.9.
+      NotImplementedError: recipe "delayed"; with a recipe, use_bias, "swiglu_oai", an NVIDIA GPU older than compute
+        capability 8.9.
     """
 
     def __init__(
@@ -131,10 +132,9 @@ class MoE(nnx.Module):
         self.up = make_kernel(in_features, hidden_features)
         self.down = make_kernel(hidden_features, in_features)
         biases = (hidden_features, hidden_features, in_features) if use_bias else (None,) * 3
-        self.gate_bias, self.up_bias, self.down_bias = (
-            nnx.data(None) if size is None else nnx.Param(jnp.zeros((num_experts, size), param_dtype))
-            for size in biases
-        )
+        make_bias = lambda size: nnx.Param(jnp.zeros((num_experts, size), param_dtype))
+        made: Any = [nnx.data(None) if size is None else make_bias(size) for size in biases]
+        self.gate_bias, self.up_bias, self.down_bias = made
         self.num_experts, self.in_features, self.hidden_features = num_experts, in_features, hidden_features
         self.activation = activation_name(activation, unit=True)
         if recipe is not None and (use_bias or self.activation == "swiglu_oai"):

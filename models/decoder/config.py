@@ -190,7 +190,9 @@ class DecoderConfig:
         if self.latent is not None and (self.kv_heads != self.heads or self.rotary_dim is None):
             raise ValueError("latent attention needs rotary_dim, and kv_heads as many as heads.")
         if self.clamp not in (None, 7):
-            raise ValueError(f"clamp is {self.clamp}; units are clamped at 7, as gpt-oss', or not at all: None.")
+            raise ValueError(
+                f"clamp (swiglu_limit) is {self.clamp}; units are clamped at 7, as gpt-oss', or not: None."
+            )
         if self.recipe is not None and (self.expert_bias or self.clamp or self.stored_fp8):
             raise ValueError(
                 f"recipe is {self.recipe!r}, and expert_bias, clamp or stored_fp8 is set: experts in FP8 have no "

@@ -121,9 +121,7 @@ def test_a_sum_over_devices_is_rounded_once():
     )
     params = jax.tree.map(lambda x: numbers(None, x.shape), params)
     x = tokens(dtype=jnp.bfloat16)
-    specs = jax.tree.map_with_path(
-        lambda path, _: P("expert") if path[0].key != "router" else P(), params
-    )
+    specs = jax.tree.map_with_path(lambda path, _: P("expert") if path[0].key != "router" else P(), params)
     split = jax.shard_map(
         lambda params, x: nnx.merge(graphdef, params)(x)[0], mesh=mesh, in_specs=(specs, P()), out_specs=P()
     )

@@ -335,7 +335,10 @@ def _unit_backward(name: str, rng) -> Problem:
     def want():
         dh, weight = product(dy, w.swapaxes(1, 2), offsets), weights[:, None]
         pre = put(gate, jnp.float32), put(up, jnp.float32)
-        h, dpre = np.asarray(activations.unit(activation, *pre)), activations.unit_gradients(activation, *pre, dh * weight)
+        h, dpre = (
+            np.asarray(activations.unit(activation, *pre)),
+            activations.unit_gradients(activation, *pre, dh * weight),
+        )
         return *map(np.asarray, dpre), h * weight, (dh * h).sum(1)
 
     return Problem(run, (dy, w, gate.astype(dy.dtype), up.astype(dy.dtype), weights, offsets), want, close=3)

@@ -100,7 +100,9 @@ def row_windows(x: jax.Array, block: tuple[int, int], layout, halves: int = 1) -
     return TensorDescriptor(x, shape, (step, columns, 1), (1, *block), layout)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["before"], meta_fields=["block", "layout", "result", "halves"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["before"], meta_fields=["block", "layout", "result", "halves"]
+)
 @dataclasses.dataclass(frozen=True)
 class OutTile:
     """An operand that becomes a TMA descriptor of a result.

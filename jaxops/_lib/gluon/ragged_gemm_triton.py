@@ -101,7 +101,8 @@ class Gemm:
       transposed: B is [G, N, K].
       programs: 2: a cluster computes a tile, and shares B. Not with ping_pong or gathered rows.
       operands: "one" product; the "sum" of two of equal shapes; "beside": A times two arrays of weights [G, K, N], or
-        one [G, K, 2 N], whose columns (halves) lie beside each other in a tile; "pairs": a tile multiplies one of several pairs, which `order` chooses.
+        one [G, K, 2 N], whose columns (halves) lie beside each other in a tile; "pairs": a tile multiplies one of
+        several pairs, which `order` chooses.
       order: functions as `count_tiles` and `locate`.
       buffers: for stores, a consumer.
       split: contraction with operands="one": the most parts of a sum over all rows, see `schedule_parts`.

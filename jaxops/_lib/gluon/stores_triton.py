@@ -140,9 +140,7 @@ def pointers_to_tile(
 
 
 @gluon.jit
-def store_tile(
-    tile, ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr, HALF: gl.constexpr = -1
-):
+def store_tile(tile, ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr, HALF: gl.constexpr = -1):
     pointers, mask = pointers_to_tile(ptr, row, end, col, N, tile.shape, LAYOUT, ALIGNED, HALF)
     gl.store(pointers, tile, mask=mask)
 

@@ -138,20 +138,16 @@ def activate_and_slope(
     return (u, None) if activation is None else ACTIVATIONS[activation](u, sigmoid)
 
 
-def unit(activation: str, gate: jax.Array, up: jax.Array | None) -> jax.Array:
-    """The gated unit act(gate) * up, in float32; act(gate) without up."""
+def unit(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The gated unit act(gate) * up, in float32."""
     value, _ = UNITS[activation](gate.astype(jnp.float32))
-    return value if up is None else value * linear_part(activation, up.astype(jnp.float32))[0]
+    return value * linear_part(activation, up.astype(jnp.float32))[0]
 
 
-def unit_gradients(
-    activation: str, gate: jax.Array, up: jax.Array | None, dh: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of gate and up (None without up) from that of the unit, in float32."""
+def unit_gradients(activation: str, gate: jax.Array, up: jax.Array, dh: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The gradients of gate and up from that of the gated unit, in float32."""
     value, slope = UNITS[activation](gate.astype(jnp.float32))
     dh = dh.astype(jnp.float32)
-    if up is None:
-        return dh * slope, None
     factor, clamped = linear_part(activation, up.astype(jnp.float32))
     return dh * factor * slope, dh * value if clamped is None else jnp.where(clamped, 0.0, dh * value)
 

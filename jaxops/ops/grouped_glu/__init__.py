@@ -18,6 +18,7 @@ from jaxops.ops.grouped_glu.plan import (
 )
 
 __all__ = [
-    "SAVES", "Activation", "Biases", "FusedTiles", "Plan", "Problem", "TileOrder", "Tiles", "Unit", "UnitActivation", "activation_name",
-    "candidates", "check_biases", "few_rows", "few_rows_cut", "glu_of_rows", "grouped_glu", "launch_unit", "make_plan",
+    "SAVES", "Activation", "Biases", "FusedTiles", "Plan", "Problem", "TileOrder", "Tiles", "Unit", "UnitActivation",
+    "activation_name", "candidates", "check_biases", "few_rows", "few_rows_cut", "glu_of_rows", "grouped_glu",
+    "launch_unit", "make_plan",
 ]  # fmt: skip

@@ -51,7 +51,7 @@ def grouped_glu(
 
     The first half of a mixture of experts' experts (SwiGLU with "silu"); `grouped_matmul` with the down projection is
     the second. Groups, rows outside them, offsets and determinism: as in `grouped_matmul`. Differentiable (reverse
-    mode, any order) in x, the weights and biases; the gradients of an empty group are exactly zero. The gradient of x is
+    mode, any order) in x, weights and biases; the gradients of an empty group are exactly zero. The gradient of x is
     summed over both products in float32.
 
     >>> import jax.numpy as jnp, jaxops
@@ -89,8 +89,8 @@ def grouped_glu(
 
     Raises:
       ValueError: shapes that do not fit, an unknown activation, save or backend.
-      TypeError: biases that are no tuple; dtypes that the kernels do not multiply, dtypes that differ without compute_dtype; forward-mode
-        differentiation (JAX's own error).
+      TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype, biases that are no
+        tuple; forward-mode differentiation (JAX's own error).
       NotImplementedError: a precision algorithm that the kernels do not have.
 
     Residuals: "grouped_glu.x" (its cast), "grouped_glu.gate", "grouped_glu.up", "grouped_glu.gate_up",

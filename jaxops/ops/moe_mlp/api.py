@@ -58,9 +58,10 @@ def moe_mlp(
     The same as `jaxops.permute`, `grouped_glu`, `grouped_matmul` and `combine` one after another, in less memory and
     time. The residuals are gate and up, without a copy of rows. The gradient of the router's weights needs no output of
     the down projection; on Hopper one kernel computes it, the activation's gradient and that of the down projection's
-    rows. The gradient of x is one product over both weights. Differentiable (reverse mode, any order) in x, all weights,
-    biases and routing.weights. Deterministic. Rows of `routing` outside all groups contribute nothing, so a device that holds
-    some of the experts passes a Routing with its slice of the offsets, and the results are summed over the devices.
+    rows. The gradient of x is one product over both weights. Differentiable (reverse mode, any order) in x, weights,
+    biases and routing.weights. Deterministic. Rows of `routing` outside all groups contribute nothing, so a device that
+    holds some of the experts passes a Routing with its slice of the offsets, and the results are summed over the
+    devices.
 
     Tokens may come in pieces, such as those of one gather each: x and routing are then tuples, and so is the result. A
     piece's result and its gradient of x depend on no other piece, so collectives of one run beside the products of
@@ -121,10 +122,10 @@ def moe_mlp(
         recipe, pow2_scales without one; `Quantized` weights with a recipe, a precision or other scales; "swiglu_oai"
         without a gate.
       TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype, only some weights
-        `Quantized`, biases that are no tuple, a routing that is not a `Routing`; forward-mode differentiation (JAX's own error).
-      NotImplementedError: a precision algorithm that the kernels do not have; in FP8 biases, one array
-        for gate and up, "swiglu_oai", experts without a gate, a GPU without FP8, and with `Quantized` weights backend
-        "triton".
+        `Quantized`, biases that are no tuple, a routing that is not a `Routing`; forward-mode differentiation (JAX's
+        own error).
+      NotImplementedError: a precision algorithm that the kernels do not have; in FP8 biases, one array for gate and up,
+        "swiglu_oai", experts without a gate, a GPU without FP8, and with `Quantized` weights backend "triton".
 
     Residuals: "moe_mlp.x" (its cast), "moe_mlp.gate", "moe_mlp.up" or "moe_mlp.gate_up" of one array, "moe_mlp.out";
     with a recipe "moe_mlp.gate_up", "moe_mlp.w_gate_up" and "moe_mlp.w_down" instead of gate and up (checkpoint names).
@@ -240,7 +241,9 @@ def _check_weights(given: dict[str, Any]) -> tuple[int, int, int, int]:
             raise ValueError(f"{name} has neither a row nor a column layout.")
         elif w.scaling != "block_128x128" or len(shape_of(w)) != 3:
             got = f"{name} has {w.scaling} scales and shape {tuple(shape_of(w))}"
-            raise ValueError(f"{got}; it must be {shapes[name]} with block_128x128 scales, as of Quantized.from_deepseek.")
+            raise ValueError(
+                f"{got}; it must be {shapes[name]} with block_128x128 scales, as of Quantized.from_deepseek."
+            )
     first, *others = weights
     sizes = {name: tuple(shape_of(w)) for name, w in weights.items()}
     E, D, F = sizes[first]
@@ -387,7 +390,7 @@ def _down_and_unit_bwd(
         return sequential_vmap(kernel)(dy, w_down, pre, weights, offsets)
     assert down is not None  # make_plan fills it
     dh = grouped_matmul(dy, w_down, offsets, transpose_rhs=True, precision=spec.precision, plan=down.swapped)
-    return unit_bwd_xla(spec.activation, spec.form == "joined", dh, pre, weights)
+    return unit_bwd_xla(spec.activation, spec.form, dh, pre, weights)
 
 
 def _plain_backward(

@@ -63,9 +63,9 @@ def bwd_triton(
     activation: str, panel: int, cores: int,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; pre: gate and up [R, F], or one
-    array [R, 2 F]; weights [R] float32 of the rows; offsets [E + 1] -> the gradients of pre, in its memory, the weighted
-    unit [R, F], and [cdiv(F, 64), R] float32, whose column sums are the weights' gradients. bfloat16 or float16, D and
-    F multiples of 8; no size is 0."""
+    array [R, 2 F]; weights [R] float32 of the rows; offsets [E + 1] -> the gradients of pre, in its memory, the
+    weighted unit [R, F], and [cdiv(F, 64), R] float32, whose column sums are the weights' gradients. bfloat16 or
+    float16, D and F multiples of 8; no size is 0."""
     (R, D), (E, F, _) = dy.shape, w_down.shape
     gemm = Gemm(
         "moe_mlp_bwd", moe_mlp_bwd, BM.value, BM.value, 4, panel, (BM.value, PIECE.value), ping_pong=True,

@@ -21,7 +21,9 @@ def _reference(a: Given) -> jax.Array:
 def _gathered_bytes(a: Given) -> int:
     """Of each choice's own weights."""
     T, k = a["routing"].row_positions.shape
-    return 4 * T * k * sum(math.prod(w.shape[1:]) for name in ("w_gate", "w_up", "w_down") if (w := a[name]) is not None)
+    return (
+        4 * T * k * sum(math.prod(w.shape[1:]) for name in ("w_gate", "w_up", "w_down") if (w := a[name]) is not None)
+    )
 
 
 # Without rows of its own: it takes those of grouped_glu, grouped_matmul and permute.

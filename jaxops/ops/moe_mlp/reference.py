@@ -22,8 +22,10 @@ def moe_mlp_reference(
         return out if bias is None else out + wide(bias)[expert]
 
     *of_unit, b_down = biases or (None, None, None)
-    pre = [product("td,tjdf->tjf", wide(x), w, b) for w, b in zip((w_gate, w_up), of_unit, strict=True) if w is not None]
-    gate, up = jnp.split(pre[0], 2, axis=2) if w_up is None else (*pre, None)[:2]
-    h = activate(gate, activation) * (1 if up is None else linear_part(activation, up)[0])
+    pre = [
+        product("td,tjdf->tjf", wide(x), w, b) for w, b in zip((w_gate, w_up), of_unit, strict=True) if w is not None
+    ]
+    gate, *up = jnp.split(pre[0], 2, axis=2) if w_up is None else pre
+    h = activate(gate, activation) * (linear_part(activation, up[0])[0] if up else 1)
     y = product("tjf,tjfn->tjn", h, w_down, b_down)
     return jnp.sum(jnp.where(kept[:, :, None], routing.weights[:, :, None] * y, 0), axis=1)

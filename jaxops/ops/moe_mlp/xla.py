@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.numerics.activations import activate, unit, unit_gradients
+from jaxops._lib.numerics.activations import activate, activate_and_slope, unit, unit_gradients
 from jaxops.ops.route import Routing, choices_with_row
 
 
@@ -16,16 +16,21 @@ def unit_xla(activation: str, gate: jax.Array, up: jax.Array | None = None) -> j
 
 
 def unit_bwd_xla(
-    activation: str, joined: bool, dh: jax.Array, pre: tuple[jax.Array, ...], weights: jax.Array
+    activation: str, form: str, dh: jax.Array, pre: tuple[jax.Array, ...], weights: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """dh [R, F] before the router's weights; pre: gate and up [R, F], or joined [R, 2 F], or [R, F] of experts
-    without a gate; weights [R] of the rows -> the gradients of pre, the weighted unit [R, F], and the weights'
+    """dh [R, F] before the router's weights; pre: gate and up [R, F], or "joined" [R, 2 F], or of experts without a
+    gate, "alone", [R, F]; weights [R] of the rows -> the gradients of pre, the weighted unit [R, F], and the weights'
     gradients [1, R] float32. Unspecified outside the groups."""
     dtype, dh, weights = pre[0].dtype, dh.astype(jnp.float32), weights[:, None]
-    gate, up = jnp.split(pre[0], 2, axis=1) if joined else (*pre, None)[:2]
-    h = unit(activation, gate, up)
-    dpre = [d.astype(dtype) for d in unit_gradients(activation, gate, up, weights * dh) if d is not None]
-    dpre = [jnp.concatenate(dpre, axis=1)] if joined else dpre
+    if form == "alone":
+        h, slope = activate_and_slope(pre[0].astype(jnp.float32), activation)
+        assert slope is not None
+        dpre = [weights * dh * slope]
+    else:
+        gate, up = jnp.split(pre[0], 2, axis=1) if form == "joined" else pre
+        h, dpre = unit(activation, gate, up), unit_gradients(activation, gate, up, weights * dh)
+    dpre = [d.astype(dtype) for d in dpre]
+    dpre = [jnp.concatenate(dpre, axis=1)] if form == "joined" else dpre
     return *dpre, (weights * h).astype(dtype), jnp.sum(dh * h, axis=1)[None]
 
 

@@ -86,7 +86,9 @@ def test_what_stands_outside_is_not_read(run, joined):
         ("fused", "relu"),
         *(
             pytest.param(*each, marks=pytest.mark.gpu)
-            for each in itertools.product(["gpu", "fused-gpu"], ["gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu_oai"])
+            for each in itertools.product(
+                ["gpu", "fused-gpu"], ["gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu_oai"]
+            )
         ),
     ],
 )

@@ -60,7 +60,11 @@ ERRORS = [
     (JOINED | {"w_gate": zeros(E, D, 7)}, SHAPES, r"w_gate has shape \(3, 4, 7\); without w_up .* an even number"),
     ({"w_gate": None, "w_up": zeros(E, D, 5)}, SHAPES, r"E, F = 3, 5, as w_up is \(3, 4, 5\)"),
     ({"w_gate": None, "activation": "swiglu_oai"}, SHAPES, "'swiglu_oai' is a unit of gate and up.*pass w_gate"),
-    ({"biases": zeros(E, F)}, TYPES, r"biases is .*; pass a tuple of a bias, or None, for each of w_gate, w_up, w_down"),
+    (
+        {"biases": zeros(E, F)},
+        TYPES,
+        r"biases is .*; pass a tuple of a bias, or None, for each of w_gate, w_up, w_down",
+    ),
     ({"biases": (None, None)}, TYPES, "biases is a tuple of 2; pass a tuple of a bias, or None, for each"),
     ({"biases": (zeros(E, N), None, None)}, SHAPES, r"bias of w_gate has shape \(3, 3\); it must be \(3, 6\)"),
     ({"biases": (None, None, zeros(E, F))}, SHAPES, r"bias of w_down has shape \(3, 6\); it must be \(3, 3\)"),

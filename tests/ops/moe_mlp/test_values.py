@@ -19,6 +19,7 @@ from tests.ops.moe_mlp.cases import (
     QUICK,
     RUNS,
     SHARD,
+    WEIGHTS,
     Variant,
     check,
     check_values,
@@ -202,18 +203,18 @@ def test_shards_add_up(run):
 )
 def test_pieces(run, w_dtype):
     """Of 13 tokens in pieces of 5, 1 and 7: results and gradients are those of all tokens in one piece. Weights'
-    gradients are added in float32, whatever their dtype."""
-    v = dataclasses.replace(SHARD, first=0, last=None)
+    gradients are added in float32, whatever their dtype; and biases'."""
+    v = dataclasses.replace(SHARD, first=0, last=None, biased=BIASES)
     case, logits = clean(make_case(v)), put(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
-    experts = tuple(case[name].astype(w_dtype) for name in ("w_gate", "w_up", "w_down"))
+    experts = tuple(case[name].astype(w_dtype) for name in (*WEIGHTS, *BIASES))
     x, cuts = case["x"].astype("float32"), (5, 6)
 
     def whole(x, logits, *experts):
-        return mlp(v, run, x, *experts, jaxops.route(logits, v.k), compute_dtype="float32")
+        return mlp(v, run, x, *experts[:3], jaxops.route(logits, v.k), experts[3:], compute_dtype="float32")
 
     def in_pieces(x, logits, *experts):
         routings = tuple(jaxops.route(some, v.k) for some in jnp.split(logits, cuts))
-        ys = mlp(v, run, tuple(jnp.split(x, cuts)), *experts, routings, compute_dtype="float32")
+        ys = mlp(v, run, tuple(jnp.split(x, cuts)), *experts[:3], routings, experts[3:], compute_dtype="float32")
         return jnp.concatenate(ys)
 
     def results(f, *operands):
@@ -221,7 +222,7 @@ def test_pieces(run, w_dtype):
         return y, *vjp(case["dout"].astype(y.dtype))
 
     got, want = (jax.jit(functools.partial(results, f))(x, logits, *experts) for f in (in_pieces, whole))
-    names = ("y", "dx", "dlogits", "dw_gate", "dw_up", "dw_down")
+    names = ("y", "dx", "dlogits", *WEIGHTS, *BIASES)
     for name, ours, wanted in zip(names, got, want, strict=True):
         assert ours.dtype == wanted.dtype, name
         assert_close(ours, wanted, "bfloat16" if ours.dtype == jnp.bfloat16 else "float32", name)

@@ -228,6 +228,21 @@ def test_pieces(run, w_dtype):
         assert_close(ours, wanted, "bfloat16" if ours.dtype == jnp.bfloat16 else "float32", name)
 
 
+@pytest.mark.parametrize("run", QUICK)
+def test_gradient_of_downs_bias_is_summed_in_float32(run):
+    """The router's weights are not rounded to bfloat16."""
+    variant = dataclasses.replace(VARIANTS["eight"], biased=("b_down",))
+    case = clean(make_case(variant))
+    position, offsets = (np.asarray(x) for x in (case["routing"].row_positions, case["routing"].group_offsets))
+    expert = np.searchsorted(offsets, position, side="right") - 1
+    shares = np.where(has_row(case["routing"]), np.asarray(case["routing"].weights, np.float64), 0)
+    # The cotangent is rounded to the products' dtype, as dout is here.
+    dout = np.asarray(case["dout"].astype(jnp.bfloat16), np.float64)
+    want = np.stack([np.sum(shares * (expert == e), axis=1) @ dout for e in range(variant.experts)])
+    got = np.asarray(compiled(run, variant)(case)["db_down"])
+    np.testing.assert_allclose(got, want, atol=3e-5 * np.abs(want).max(), rtol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(

@@ -131,12 +131,14 @@ def pointers_to_tile(
     stride = stride // 8 * 8 if ALIGNED else stride  # tells the compiler that rows start at multiples of 16 bytes
     rows = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LAYOUT))
-    mask = (rows < end - row)[:, None] & (cols < stride - col)[None, :]
+    first = col
+    step = stride
     if HALF >= 0:
-        col += HALF * stride
-        stride *= 2
-    corner = ptr + (gl.cast(row, gl.int64) * stride + col)
-    return corner + (rows[:, None] * stride + cols[None, :]), mask
+        first += HALF * stride
+        step *= 2
+    corner = ptr + (gl.cast(row, gl.int64) * step + first)
+    mask = (rows < end - row)[:, None] & (cols < stride - col)[None, :]
+    return corner + (rows[:, None] * step + cols[None, :]), mask
 
 
 @gluon.jit

@@ -46,8 +46,9 @@ def _unit_gradients(dh, gate, up, weight, PIECES: gl.constexpr, ACTIVATION: gl.c
         h = value * factor
         dot = dh * h
         dh = dh * weight
+        dgate = (dh * factor * slope).to(gate.dtype)
         dup = through_linear_part(dh * value, up, ACTIVATION).to(gate.dtype)
-        return (dh * factor * slope).to(gate.dtype), dup, (h * weight).to(gate.dtype), dot
+        return dgate, dup, (h * weight).to(gate.dtype), dot
 
 
 @gluon.jit

@@ -53,7 +53,7 @@ _ROWS = r"\b(attention/out|mixer/out|mlp/(shared/)?down|mlp/narrow)"
 # counts. The paths of an optimizer's moments and of the average end like their parameter's.
 RULES = (
     (r"\bmoe/((text|image)/)?(gate|up|down)\b", P(EXPERTS, None, None), (0, 1)),  # [experts, in, out]
-    (r"\bmlp/bias/(gate|up|down)\b", P(EXPERTS, None), ()),  # [experts, out]
+    (r"\bmoe/(gate|up|down)_bias\b", P(EXPERTS, None), ()),  # [experts, out]
     (rf"{_COLUMNS}/kernel\b", P(None, TENSOR), (0,)),  # [in, out]
     (rf"{_COLUMNS}/bias\b", P(TENSOR), ()),  # [out]
     (rf"{_ROWS}/kernel\b", P(TENSOR, None), (0,)),  # [in, out]

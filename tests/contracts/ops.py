@@ -197,7 +197,8 @@ def modality_outside(a: Arguments) -> tuple[Arguments, list]:
 
 def glu_shapes(d: Dims) -> Arguments:
     M, K, F, G = (d[name] for name in "MKFG")
-    return {"x": f32(M, K), "w_gate": f32(G, K, F), "w_up": f32(G, K, F), "group_offsets": i32(G + 1)}
+    weights = {"w_gate": f32(G, K, F), "w_up": f32(G, K, F), "biases": (f32(G, F), f32(G, F))}
+    return {"x": f32(M, K)} | weights | {"group_offsets": i32(G + 1)}
 
 
 PRODUCT = {"M": 40, "K": 16, "N": 24, "G": 4}
@@ -278,7 +279,8 @@ def mlp_outside(a: Arguments) -> tuple[Arguments, list]:
 def mlp_shapes(d: Dims) -> Arguments:
     T, D, F, N, E = (d[name] for name in "TDFNE")
     weights = {"w_gate": f32(E, D, F), "w_up": f32(E, D, F), "w_down": f32(E, F, N)}
-    return {"x": f32(T, D)} | weights | routing_shapes(d)
+    biases = {"biases": (f32(E, F), f32(E, F), f32(E, N))}
+    return {"x": f32(T, D)} | weights | biases | routing_shapes(d)
 
 
 def route_outside(a: Arguments) -> tuple[Arguments, list]:

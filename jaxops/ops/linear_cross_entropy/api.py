@@ -36,7 +36,7 @@ def linear_cross_entropy(
 ) -> Any:  # fmt: skip
     """The cross-entropy of the logits `x @ w` with target words, without an array of all logits.
 
-    Rows are taken in chunks, of whose logits and their gradients at most 1 GB is in memory (of all rows, if T is a
+    Rows are taken in chunks, of whose logits at most 1 GB is in memory, and their gradients (of all rows, if T is a
     symbolic size). With "mean" and "sum" a
     call that is differentiated makes the gradients of a chunk while its logits are there: three products in all, where
     a `jax.checkpoint` around each chunk takes four. A call that is not differentiated makes no gradients. With "none"
@@ -99,7 +99,7 @@ def linear_cross_entropy(
     compute = compute_dtype_of("x", x, "w", w, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
     logits = compute if logits_dtype is None else float_dtype("logits_dtype", logits_dtype)
-    rows = rows_at_a_time(T, V, logits.itemsize + compute.itemsize)
+    rows = rows_at_a_time(T, V, logits.itemsize)
     dtypes = tuple(None if a is None else jnp.dtype(a.dtype) for a in (x, w, bias))
     spec = Spec(
         transpose_w, check_integer("ignore_index", ignore_index), smoothing, check_number("z_loss", z_loss, least=0),

@@ -5,7 +5,7 @@ VENV ?= .venv
 CUDA ?=
 ARGS ?=
 # The benchmarks of `make bench`. With ARGS, name one: each has its own options.
-BENCH ?= grouped_matmul adaln packed_attention quantize fp8_matmul fp8_grouped_matmul route router permute moe modality_grouped_matmul unseen_shapes train_step
+BENCH ?= grouped_matmul linear_cross_entropy adaln packed_attention quantize fp8_matmul fp8_grouped_matmul route router permute moe modality_grouped_matmul unseen_shapes train_step
 
 BIN := $(VENV)/bin
 comma := ,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time a name is import
     from jaxops.ops.fp8_matmul import fp8_grouped_matmul, fp8_matmul
     from jaxops.ops.grouped_glu import grouped_glu
     from jaxops.ops.grouped_matmul import grouped_matmul, grouped_wgrad, ragged_dot, ragged_dot_general
+    from jaxops.ops.linear_cross_entropy import linear_cross_entropy
     from jaxops.ops.modality_grouped_matmul import modality_grouped_matmul
     from jaxops.ops.moe_mlp import moe_mlp
     from jaxops.ops.packed_attention import packed_attention
@@ -35,8 +36,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Quantized", "Routing", "adaln", "all_gather_matmul", "bucket_length", "cached_attention", "combine", "dequantize",
     "fp8_grouped_matmul", "fp8_matmul", "gated_residual", "gated_residual_adaln", "grouped_glu", "grouped_matmul",
-    "grouped_wgrad", "inspect", "matmul_reduce_scatter", "modality_grouped_matmul", "moe_mlp", "packed_attention",
-    "permute", "quantize", "ragged_dot", "ragged_dot_general", "route", "route_choices", "update_router_bias",
+    "grouped_wgrad", "inspect", "linear_cross_entropy", "matmul_reduce_scatter", "modality_grouped_matmul", "moe_mlp",
+    "packed_attention", "permute", "quantize", "ragged_dot", "ragged_dot_general", "route", "route_choices",
+    "update_router_bias",
 ]  # fmt: skip
 _MODULES = {
     "jaxops.inspecting": ("inspect",),
@@ -46,6 +48,7 @@ _MODULES = {
     "jaxops.ops.fp8_matmul": ("fp8_grouped_matmul", "fp8_matmul"),
     "jaxops.ops.grouped_glu": ("grouped_glu",),
     "jaxops.ops.grouped_matmul": ("grouped_matmul", "grouped_wgrad", "ragged_dot", "ragged_dot_general"),
+    "jaxops.ops.linear_cross_entropy": ("linear_cross_entropy",),
     "jaxops.ops.modality_grouped_matmul": ("modality_grouped_matmul",),
     "jaxops.ops.moe_mlp": ("moe_mlp",),
     "jaxops.ops.packed_attention": ("packed_attention",),

@@ -49,7 +49,6 @@ GPT_OSS = COMMON | {
     "num_local_experts": 5,
     "num_experts_per_tok": 3,
     "sliding_window": 4,
-    "swiglu_limit": 1.5,
     "rope_parameters": YARN | {"truncate": False, "beta_fast": 2.0},
 }
 DEEPSEEK = COMMON | {
@@ -187,8 +186,9 @@ def make(name: str, architecture: str, sizes: dict) -> None:
     config = model_class.config_class(**{"max_position_embeddings": 64} | sizes, **how)
     model = model_class(config).float().eval()
     with torch.no_grad():  # its own are so small that every layer's part in the logits is lost in their noise
-        for parameter in model.parameters():
-            parameter.copy_(parameter + torch.randn_like(parameter) * (0.1 if parameter.dim() == 1 else 0.3))
+        for key, parameter in model.named_parameters():
+            wide = 2.0 if "gate_up_proj" in key and architecture == "GptOssForCausalLM" else 0.3  # some are clamped
+            parameter.copy_(parameter + torch.randn_like(parameter) * (0.1 if parameter.dim() == 1 else wide))
         for key, buffer in model.named_buffers():
             if "bias" in key:
                 buffer.copy_(0.1 * torch.randn_like(buffer))

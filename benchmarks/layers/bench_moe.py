@@ -1,6 +1,6 @@
 """A mixture-of-experts layer: jaxops' beside the same layer with tokamax or lax.ragged_dot and XLA.
 
-python -m benchmarks moe                          # everything: 5 shapes, fwd and fwd+bwd, 3 distributions
+python -m benchmarks moe                          # everything: 7 shapes, fwd and fwd+bwd, 3 distributions
 python -m benchmarks moe --shapes mixtral_t16384 --passes fwd --peers ""
 python -m benchmarks moe --shapes models --dists balanced,router --peers ""   # 22 layers of open models
 python -m benchmarks moe --smoke --out /tmp/x     # a tiny shape, every code path, CPU too
@@ -8,7 +8,8 @@ python -m benchmarks moe --smoke --out /tmp/x     # a tiny shape, every code pat
 TFLOP/s count the routed rows' products. All sides use the same float32 router: with random logits, or with logits that
 force even or Zipf groups (shapes_moe.preferences). Rows also have the share of the time outside the products (on a GPU)
 and the bytes that the layer needs beside its operands and results; of_balanced is the rate over that with even groups,
-where these were measured before.
+where these were measured before. Beside gpt-oss' units are jaxops' single ops alone; beside joined weights also the
+same layer with two arrays.
 """
 
 import functools
@@ -35,7 +36,9 @@ SMOKE = MoeShape("smoke", 24, 4, 2, 16, 32)
 DTYPE = jnp.bfloat16
 OURS, REFERENCE = "jaxops", "reference"
 UNFUSED = "jaxops_unfused"  # permute, three grouped products with the activation in XLA, and combine
+APART = "jaxops_two_arrays"  # of a shape with joined weights
 FP8 = {f"jaxops_fp8_{recipe}": recipe for recipe in ("tensorwise", "rowwise", "blockwise", "blockwise_with_gw_hp")}
+SIDES = {"gpt_oss": (OURS, UNFUSED, "xla"), "joined": (OURS, UNFUSED, APART, "xla")}  # of shapes with a form
 PRODUCTS = ("grouped_gemm", "grouped_glu", "moe_mlp_bwd", "fp8_gemm")  # names of kernels that multiply
 SHOWN = 24  # kernels of a row
 # RMS error over the RMS: of three products with two roundings between them, and of FP8 products.
@@ -55,21 +58,51 @@ def jaxops_layer(
     shape: MoeShape, backend: str, recipe: str | None, preferred: jax.Array, tokens: jax.Array, router: jax.Array,
     *experts: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    gate, up, down = experts
     routing = jaxops.route(router_logits(preferred, tokens, router), shape.k, backend=backend)
-    return jaxops.moe_mlp(tokens, gate, up, down, routing, recipe=recipe, backend=backend)
+    gate, *up, down = experts[:3]
+    biases = experts[3:]
+    unit = {"activation": "swiglu_oai", "biases": biases} if shape.form == "gpt_oss" else {}
+    return jaxops.moe_mlp(
+        tokens, gate, up[0] if up else None, down, routing, recipe=recipe, backend=backend, **unit
+    )  # fmt: skip
 
 
 def unfused_layer(
     shape: MoeShape, backend: str, preferred: jax.Array, tokens: jax.Array, router: jax.Array, *experts: jax.Array
 ) -> jax.Array:
     """The layer from single ops."""
-    gate, up, down = experts
     routing = jaxops.route(router_logits(preferred, tokens, router), shape.k, backend=backend)
     multiply = functools.partial(jaxops.grouped_matmul, group_offsets=routing.group_offsets, backend=backend)
     x = jaxops.permute(tokens, routing, backend=backend)
-    y = multiply(jax.nn.silu(multiply(x, gate)) * multiply(x, up), down)
+    if shape.form == "joined":
+        joined, down = experts
+        y = multiply(jaxops.grouped_glu(x, joined, None, routing.group_offsets, backend=backend), down)
+    elif shape.form == "gpt_oss":
+        gate, up, down, b_gate, b_up, b_down = experts
+        g, u = jnp.minimum(multiply(x, gate, bias=b_gate), 7.0), jnp.clip(multiply(x, up, bias=b_up), -7.0, 7.0)
+        y = multiply((u + 1) * g * jax.nn.sigmoid(1.702 * g), down, bias=b_down)
+    else:
+        gate, up, down = experts
+        y = multiply(jax.nn.silu(multiply(x, gate)) * multiply(x, up), down)
     return jaxops.combine(y, routing, backend=backend)
+
+
+def joins(side: str, shape: MoeShape) -> bool:
+    """Whether a side has gate and up in one array."""
+    return shape.form == "joined" and side in (OURS, UNFUSED)
+
+
+def join(inputs: Arrays) -> Arrays:
+    *others, gate, up, down = inputs
+    return *others, jnp.concatenate([gate, up], axis=2), down
+
+
+def apart(results: Arrays) -> Arrays:
+    """Results with the gradients of gate and up by themselves; y alone as it is."""
+    if len(results) == 1:
+        return results
+    *others, joined, down = results
+    return *others, *jnp.split(joined, 2, axis=2), down
 
 
 def plain_layer(
@@ -91,11 +124,14 @@ def layer_of(side: str, shape: MoeShape) -> Callable[..., jax.Array]:
     """
     Raises:
       ImportError: the peer is not installed.
+      ValueError: the side has no layer of this form.
     """
+    if side not in SIDES[shape.form] if shape.form else side == APART:
+        raise ValueError(f"has no layer of the form {shape.form!r}")
     backend = "auto" if harness.on_gpu() else "xla"
     if side == UNFUSED:
         return functools.partial(unfused_layer, shape, backend)
-    if side == OURS or side in FP8:
+    if side in (OURS, APART, *FP8):
         return functools.partial(jaxops_layer, shape, backend, FP8.get(side))
     if side == "xla":
         return functools.partial(jaxops_layer, shape, "xla", None)
@@ -119,6 +155,7 @@ def program(side: str, shape: MoeShape, pass_name: str) -> Callable[..., Arrays]
 def kinds_of(shape: MoeShape) -> list[tuple[tuple[int, ...], float, Any]]:
     """Sizes, scale and dtype of dy, tokens, router, gate, up and down."""
     E, D, F = shape.E, shape.D, shape.F
+    biases = [((E, n), 1.0, jnp.float32) for n in (F, F, D)] if shape.form == "gpt_oss" else []
     return [
         ((shape.T, D), 1.0, DTYPE),
         ((shape.T, D), 1.0, DTYPE),
@@ -126,6 +163,7 @@ def kinds_of(shape: MoeShape) -> list[tuple[tuple[int, ...], float, Any]]:
         ((E, D, F), D**-0.5, DTYPE),
         ((E, D, F), D**-0.5, DTYPE),
         ((E, F, D), F**-0.5, DTYPE),
+        *biases,
     ]
 
 
@@ -165,7 +203,8 @@ def start_compiling_layer(pool: Executor, sides: list[str], shape: MoeShape, pas
     results = {"fwd": tuple(given[1:2]), "fwd+bwd": (given[1], *given[1:])}
 
     def start(side: str, pass_name: str, **options) -> "Future[harness.Compiled]":
-        trace = lambda: harness.tracing(jax.jit(program(side, shape, pass_name)), *args, **options)()
+        own = jax.eval_shape(join, args) if joins(side, shape) else args
+        trace = lambda: harness.tracing(jax.jit(program(side, shape, pass_name)), *own, **options)()
         return harness.start_compiling(pool, trace)
 
     for size, _, dtype in kinds:
@@ -195,16 +234,20 @@ def ready_side(
         temp_bytes = memory.temp_size_in_bytes
         harness.demand_room(temp_bytes + memory.output_size_in_bytes, "temporaries and results")
 
+    joined = joins(side, shape)
+
     def check(results: Arrays) -> float:
+        results = apart(results) if joined else results
         max_err, rms_err = (float(error) for error in errors(results, wanted))
         if not rms_err <= (FP8_LIMIT if side in FP8 else LIMIT):
             raise ArithmeticError(f"wrong result: RMS error {rms_err:.2e} of the RMS")
         return max_err
 
+    inputs = join(inputs) if joined else inputs
     ready = harness.checked(side, compiled, inputs, check, temp_bytes=temp_bytes)
     if side in FP8:
         ready.facts["recipe"] = FP8[side]
-    if side in (OURS, UNFUSED, *FP8):
+    if side in (OURS, UNFUSED, APART, *FP8):
         ready.facts |= around(compiled.result, inputs)
     return ready
 
@@ -251,7 +294,7 @@ main = command(
         options={"passes": PASSES, "dists": DISTS},
         known={"dists": shapes.DISTS},
         measure=measure,
-        peers=",".join((UNFUSED, *FP8, "tokamax_triton", "ragged_dot")),
+        peers=",".join((UNFUSED, APART, *FP8, "tokamax_triton", "ragged_dot")),
         ceilings={"dtype": DTYPE},
         ceiling="dense_tflops",
     )

@@ -23,6 +23,7 @@ WORKERS = {
     "adaln": "adaln",
     "gated_residual_adaln": "adaln",
     "packed_attention": "attention",
+    "linear_cross_entropy": "loss",
     "quantize": "fp8",
     "fp8_matmul": "fp8",
     "fp8_grouped_matmul": "fp8",

@@ -102,7 +102,10 @@ ROUTERS = PERMUTES | {"dsv3_t32768": PermuteShape("dsv3", 32768, 7168, 256, 8)}
 
 @dataclasses.dataclass(frozen=True)
 class MoeShape:
-    """T tokens of width D, each through k of E gated units of width F."""
+    """T tokens of width D, each through k of E gated units of width F.
+
+    form: "gpt_oss" for its clamped units with biases, "joined" for the weights of gate and up in one array.
+    """
 
     name: str
     T: int
@@ -110,6 +113,7 @@ class MoeShape:
     k: int
     D: int
     F: int
+    form: str = ""
 
     @property
     def dims(self) -> dict[str, int]:
@@ -147,4 +151,6 @@ MOES = by_name(
     MoeShape("mixtral_t16384", 16384, 8, 2, 4096, 14336),
     MoeShape("moe_3b_t16384", 16384, 64, 8, 2048, 512),  # a layer of the training benchmark's preset
     MoeShape("sonicmoe_t16384", 16384, 64, 4, 2560, 1280),  # SonicMoE publishes 8.45 ms fwd+bwd on an H100
+    MoeShape("gpt_oss_120b_biased_t8192", 8192, 128, 4, 2880, 2880, "gpt_oss"),
+    MoeShape("qwen3_30b_joined_t32768", 32768, 128, 8, 2048, 768, "joined"),
 )

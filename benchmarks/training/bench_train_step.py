@@ -103,7 +103,7 @@ def lm(preset: Preset, backend: str, precision: str, steps: int, mesh: Mesh | No
     batches = [make(step) for step in range(steps)]
     flops = float(np.mean([lm_flops(preset, batch) for batch in batches]))
     placed = [loop.place(batch, mesh) for batch in batches]
-    return Workload(lambda: task.start(mesh)[1], step_of(task, mesh), placed, T, flops, shape, mesh)
+    return Workload(lambda: task.start(mesh)[2](), step_of(task, mesh), placed, T, flops, shape, mesh)
 
 
 def step_of(task: loop.Task, mesh: Mesh | None) -> Any:
@@ -166,7 +166,7 @@ def dit(
     task = (train_dit.DitTask if parts is None else PartsInTurn)(preset, sizes)
     shape = {"T": preset.tokens, "D": preset.width, "layers": preset.layers, "images": preset.images}
     placed = [loop.place(batch, mesh) for batch in batches]
-    return Workload(lambda: task.start(mesh)[1], step_of(task, mesh), placed, preset.tokens, flops, shape, mesh)
+    return Workload(lambda: task.start(mesh)[2](), step_of(task, mesh), placed, preset.tokens, flops, shape, mesh)
 
 
 WorkloadMaker = Callable[..., Workload]

@@ -21,7 +21,7 @@ from jaxops.nn.arguments import (
 )
 from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.nn.router import Router
-from jaxops.ops.grouped_glu import Activation, activation_name
+from jaxops.ops.grouped_glu import UnitActivation, activation_name
 from jaxops.ops.moe_mlp import moe_mlp
 from jaxops.ops.route import Routing
 from jaxops.parallel import add_own_rows, gather_parts, gather_pieces
@@ -63,6 +63,7 @@ class MoE(nnx.Module):
       router: the router.
       gate, up: [num_experts, in_features, hidden_features] in param_dtype; with expert_axis the device's share.
       down: [num_experts, hidden_features, in_features], likewise.
+      gate_bias, up_bias, down_bias: [num_experts, columns], likewise; None without use_bias.
       pieces: in how many pieces the tokens of a device are gathered and their results sent back, so that a piece is
         sent while the experts multiply another. 1 unless you set it. More need gather_tokens=True and a `Router`
         without a capacity that does not override `__call__`. Two made a
@@ -76,7 +77,8 @@ class MoE(nnx.Module):
         call has a mask) to a `jaxops.Routing`, as of `jaxops.route_choices`. A class, or a `functools.partial` of one,
         is called with (in_features, num_experts, rngs=rngs), so that `flax.nnx.bridge.to_linen` makes a new router from
         each key.
-      activation: of the gate, as in `jaxops.grouped_glu`.
+      activation: of the gate, as in `jaxops.grouped_glu`; gpt-oss' experts have "swiglu_oai" and use_bias.
+      use_bias: whether the experts' three products have biases, which start at zero; not with a recipe.
       expert_axis: None, or the mesh axis over which the experts are split, or several in order.
       gather_tokens: whether tokens are split over expert_axis, too. They are gathered in dtype, the experts' results
         sent back in dtype and added in float32: a quarter of the bytes of a float32 sum over all tokens. The routing
@@ -97,15 +99,17 @@ class MoE(nnx.Module):
       ValueError: a size below 1, a router of other sizes, an unknown activation, recipe or backend, a precision with a
         recipe, pow2_scales without one.
       TypeError: a router that cannot be called, a dtype that the kernels do not multiply.
-      NotImplementedError: recipe "delayed"; with a recipe, an NVIDIA GPU older than compute capability 8.9.
+      NotImplementedError: recipe "delayed"; with a recipe, use_bias, "swiglu_oai", an NVIDIA GPU older than compute
+        capability 8.9.
     """
 
     def __init__(
         self, num_experts: int, in_features: int, hidden_features: int, *, router: Callable[..., Any],
-        activation: Activation = "silu", expert_axis: str | tuple[str, ...] | None = None, gather_tokens: bool = False,
-        recipe: str | None = None, dtype: Dtype | None = None, param_dtype: Dtype = jnp.float32,
-        precision: PrecisionLike = None, kernel_init: Initializer = default_kernel_init, pow2_scales: bool = False,
-        backend: str = "auto", rngs: nnx.Rngs,
+        activation: UnitActivation = "silu", use_bias: bool = False, expert_axis: str | tuple[str, ...] | None = None,
+        gather_tokens: bool = False, recipe: str | None = None, dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32, precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init, pow2_scales: bool = False, backend: str = "auto",
+        rngs: nnx.Rngs,
     ):  # fmt: skip
         check_grouped_recipe(recipe, precision, pow2_scales)
         check_sizes(num_experts=num_experts, in_features=in_features, hidden_features=hidden_features)
@@ -127,8 +131,16 @@ class MoE(nnx.Module):
         self.gate = make_kernel(in_features, hidden_features)
         self.up = make_kernel(in_features, hidden_features)
         self.down = make_kernel(hidden_features, in_features)
+        biases = (hidden_features, hidden_features, in_features) if use_bias else (None,) * 3
+        make_bias = lambda size: nnx.Param(jnp.zeros((num_experts, size), param_dtype))
+        made: Any = [nnx.data(None) if size is None else make_bias(size) for size in biases]
+        self.gate_bias, self.up_bias, self.down_bias = made
         self.num_experts, self.in_features, self.hidden_features = num_experts, in_features, hidden_features
-        self.activation = activation_name(activation)
+        self.activation = activation_name(activation, unit=True)
+        if recipe is not None and (use_bias or self.activation == "swiglu_oai"):
+            raise NotImplementedError(
+                f"recipe={recipe!r} has no experts with biases or 'swiglu_oai': leave recipe, or these, out."
+            )
         self.expert_axis, self.gather_tokens = expert_axis, gather_tokens
         self.pieces = 1
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend
@@ -178,7 +190,7 @@ class MoE(nnx.Module):
         if axis is not None:
             routings = tuple(each.own(gate.shape[0], axis) for each in routings)
         ys = moe_mlp(
-            parts, gate, up, down, routings, activation=self.activation, compute_dtype=dtype,
+            parts, gate, up, down, routings, biases=self._biases(), activation=self.activation, compute_dtype=dtype,
             out_dtype=jnp.float32 if wide else dtype, precision=self.precision, recipe=self.recipe,
             pow2_scales=self.pow2_scales, backend=self.backend,
         )  # fmt: skip
@@ -187,6 +199,11 @@ class MoE(nnx.Module):
         elif axis is not None:
             ys = add_own_rows(ys, axis)
         return (ys[0] if len(ys) == 1 else jnp.concatenate(ys)).reshape(x.shape), routing
+
+    def _biases(self) -> Any:
+        if self.gate_bias is None:
+            return None
+        return self.gate_bias[...], self.up_bias[...], self.down_bias[...]
 
     def _routed(
         self, tokens: jax.Array, mask: jax.Array | None, dtype: Dtype, devices: int

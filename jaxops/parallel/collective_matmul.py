@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops._lib.arrays.checks import check_choice, check_float, check_size, compute_dtype_of, type_name
+from jaxops._lib.arrays.checks import check_choice, check_float, check_size, compute_dtype_of
 from jaxops._lib.arrays.differentiable import differentiable
-from jaxops._lib.arrays.manual_axes import barrier, vary_together
+from jaxops._lib.arrays.manual_axes import axis_index, barrier, vary_together
 from jaxops._lib.arrays.precision import named_cast, resolve_precision
 from jaxops.parallel.plan import BACKENDS
 from jaxops.parallel.products import Spec, dot, gather_products, scatter_products
@@ -165,14 +165,7 @@ def _prepare(
     check_choice("backend", backend, ("auto", *BACKENDS))
     dtype, *_ = [compute_dtype_of(x_name, x, "w", w, compute_dtype, "the gradient of w stays") for w in weights]
     of_products, multiplied = resolve_precision(precision, dtype)
-    if not isinstance(axis_name, str):
-        raise TypeError(f"axis_name is {type_name(axis_name)}; it must be the name of one mesh axis.")
-    try:
-        index = lax.axis_index(axis_name)
-    except NameError:
-        raise ValueError(
-            f"axis_name={axis_name!r} is not an axis here: call inside jax.shard_map over a mesh that has it."
-        ) from None
+    index = axis_index(axis_name)
     # index: the operands vary over this axis too, so that JAX sums the gradient of one that is replicated over it.
     x, rows, _, *others = vary_together(x, _check_rows(rows), index, *weights, *biases)
     spec = Spec(axis_name, dtype, multiplied, of_products, tuple(jnp.dtype(w.dtype) for w in weights), backend)

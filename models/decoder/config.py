@@ -103,7 +103,7 @@ class DecoderConfig:
       shared_hidden, shared_gate: width of the unit that all tokens use beside the experts, 0 for none; whether a
         sigmoid of the token weighs it (Qwen2-MoE).
       expert_bias: whether router and experts have biases (gpt-oss).
-      clamp: limit of an expert's gate and up, whose product is then (up + 1) * gate * sigmoid(1.702 * gate) (gpt-oss).
+      clamp: 7, the limit of gate and up of gpt-oss' unit, (up + 1) * gate * sigmoid(1.702 * gate), or None.
       stored_fp8: whether matrices are float8 with a scale for each 128 x 128, as DeepSeek-V3's checkpoints have them;
         for inference.
     """
@@ -189,6 +189,10 @@ class DecoderConfig:
             raise ValueError("sliding names layers, and window is None: how many tokens do they see?")
         if self.latent is not None and (self.kv_heads != self.heads or self.rotary_dim is None):
             raise ValueError("latent attention needs rotary_dim, and kv_heads as many as heads.")
+        if self.clamp not in (None, 7):
+            raise ValueError(
+                f"clamp (swiglu_limit) is {self.clamp}; units are clamped at 7, as gpt-oss', or not: None."
+            )
         if self.recipe is not None and (self.expert_bias or self.clamp or self.stored_fp8):
             raise ValueError(
                 f"recipe is {self.recipe!r}, and expert_bias, clamp or stored_fp8 is set: experts in FP8 have no "

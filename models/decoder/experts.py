@@ -15,8 +15,6 @@ from models.decoder.config import DecoderConfig
 from models.decoder.weights import GatedUnit, StoredFp8, decodes
 from models.distributed.mesh import AXES, EXPERTS
 
-GPT_OSS_SLOPE = 1.702
-
 
 class Routed(NamedTuple):
     """Results of the routers, stacked over [layers]; None for a model without experts.
@@ -96,14 +94,6 @@ class StoredExperts(nnx.Module):
         self.down = StoredFp8(c.experts, c.hidden, c.width)
 
 
-class Biases(nnx.Module):
-    """Those of the experts: gate and up [experts, hidden], down [experts, width]."""
-
-    def __init__(self, config: DecoderConfig):
-        for name, size in (("gate", config.hidden), ("up", config.hidden), ("down", config.width)):
-            setattr(self, name, nnx.Param(jnp.zeros((config.experts, size), jnp.float32)))
-
-
 class Experts(nnx.Module):
     """A mixture of experts without token drops, padding or host synchronization.
 
@@ -123,14 +113,15 @@ class Experts(nnx.Module):
                 c.width,
                 c.hidden,
                 router=router,
+                activation="silu" if c.clamp is None else "swiglu_oai",
+                use_bias=c.expert_bias,
                 expert_axis=EXPERTS if sharded else None,
-                gather_tokens=sharded and self._fused,
+                gather_tokens=sharded,
                 recipe="tensorwise" if c.recipe == "delayed" else c.recipe,  # experts have no history
                 dtype=jnp.dtype(c.dtype),
                 backend=c.backend,
                 rngs=rngs,
             )
-        self.bias: Any = Biases(c) if c.expert_bias else nnx.data(None)
         self.shared = GatedUnit(c, c.shared_hidden, rngs=rngs) if c.shared_hidden else nnx.data(None)
         self.shared_gate = (
             nnx.Linear(c.width, 1, use_bias=False, precision=lax.Precision.HIGHEST, rngs=rngs)
@@ -140,7 +131,7 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, Routed]:
         """mask: which tokens count, bool, of x's leading axes; None for all. The others choose no experts."""
-        y, routing = self.moe(x, mask) if self._fused else self._product_by_product(x, mask)
+        y, routing = self._of_stored(x, mask) if self.config.stored_fp8 else self.moe(x, mask)
         return self._with_shared(x, y), Routed(routing.aux_loss, routing.z_loss, routing.load)
 
     def _with_shared(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -151,14 +142,9 @@ class Experts(nnx.Module):
             shared = shared * jax.nn.sigmoid(self.shared_gate(x.astype(jnp.float32))).astype(shared.dtype)
         return y + shared
 
-    @property
-    def _fused(self) -> bool:
-        c = self.config
-        return not c.stored_fp8 and not c.expert_bias and c.clamp is None
-
-    def _product_by_product(self, x: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jaxops.Routing]:
-        """With stored FP8, biases or clamped units, which the layer of jaxops lacks. Stored FP8 of single tokens, as in
-        decoding, is one op, which does not quantize them."""
+    def _of_stored(self, x: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jaxops.Routing]:
+        """Stored FP8: product by product, of quantized tokens. Single tokens, as in decoding, are one op, which does
+        not quantize them."""
         c, tokens = self.config, x.reshape(-1, x.shape[-1])
         mask = None if mask is None else mask.ravel()
         if self.sharded:
@@ -167,34 +153,16 @@ class Experts(nnx.Module):
         own = routing.own(c.experts // lax.axis_size(EXPERTS), EXPERTS) if self.sharded else routing
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
         dtype, out_dtype = jnp.dtype(c.dtype), jnp.float32 if self.sharded else jnp.dtype(c.dtype)
-        if c.stored_fp8 and decodes(x):
-            gate, up, down = (getattr(self.moe, name).quantized(c.dtype) for name in ("gate", "up", "down"))
+        gate, up, down = (getattr(self.moe, name).quantized(c.dtype) for name in ("gate", "up", "down"))
+        if decodes(x):
             how: dict[str, Any] = {"out_dtype": out_dtype, "backend": c.backend}
             y = jaxops.moe_mlp(tokens.astype(dtype), gate, up, down, own, **how)
         else:
-            y = jaxops.combine(self._multiplied(tokens.astype(dtype), own), own, out_dtype=out_dtype)
+            how = {"group_offsets": own.group_offsets, "backend": c.backend}
+            multiply = functools.partial(jaxops.fp8_grouped_matmul, **how)
+            rows = jaxops.permute(tokens.astype(dtype), own)
+            rows = multiply(jax.nn.silu(multiply(rows, gate)) * multiply(rows, up), down)
+            y = jaxops.combine(rows, own, out_dtype=out_dtype)
         if self.sharded:
             y = lax.psum_scatter(y, EXPERTS, tiled=True).astype(dtype)
         return y.reshape(x.shape), routing
-
-    def _multiplied(self, tokens: jax.Array, routing: jaxops.Routing) -> jax.Array:
-        """The rows of the down projection."""
-        c, multiply = self.config, functools.partial(self._multiply, offsets=routing.group_offsets)
-        rows = jaxops.permute(tokens, routing)
-        gate, up = multiply(rows, "gate"), multiply(rows, "up")
-        if c.clamp is None:
-            hidden = jax.nn.silu(gate) * up
-        else:
-            gate, up = jnp.minimum(gate, c.clamp), jnp.clip(up, -c.clamp, c.clamp)
-            hidden = (up + 1) * gate * jax.nn.sigmoid(GPT_OSS_SLOPE * gate)
-        return multiply(hidden, "down")
-
-    def _multiply(self, rows: jax.Array, name: str, offsets: jax.Array) -> jax.Array:
-        c, weights = self.config, getattr(self.moe, name)
-        if c.stored_fp8:
-            return jaxops.fp8_grouped_matmul(rows, weights.quantized(c.dtype), offsets, backend=c.backend)
-        bias = None if self.bias is None else getattr(self.bias, name)[...]
-        dtype = jnp.dtype(c.dtype)
-        return jaxops.grouped_matmul(
-            rows, weights[...], offsets, bias=bias, compute_dtype=dtype, out_dtype=dtype, backend=c.backend
-        )

@@ -18,7 +18,7 @@ from models.decoder.config import DecoderConfig
 from models.decoder.experts import Routed
 from models.decoder.rope import Turns, turns
 from models.decoder.weights import dot_general, normalized
-from models.distributed.mesh import Splits, before_loop, varying, whole_layers, whole_part
+from models.distributed.mesh import Splits, varying, whole_layers, whole_part
 from models.distributed.tensor_parallel import attend, devices, embed, own_rows, wide
 from models.layers import apply_layers, stacked
 
@@ -283,15 +283,14 @@ class Decoder(nnx.Module):
         return attention
 
     def last_layer(self) -> Any:
-        """What `logits` multiplies by, for several calls in a loop."""
-        return before_loop(self, "embed" if self.head is None else "head")
+        """Whose products with `last_rows` are the logits."""
+        return whole_part(self, "embed" if self.head is None else "head")
 
-    def logits(self, x: jax.Array, last: Any = None) -> jax.Array:
-        """[..., width] -> [..., vocab] float32; over an axis `tensor` own rows -> all rows, own words.
+    def last_rows(self, x: jax.Array) -> jax.Array:
+        return normalized(self.norm, x)
 
-        Args:
-          last: `last_layer()`, which it calls itself by default.
-        """
-        x, last = normalized(self.norm, x), self.last_layer() if last is None else last
+    def logits(self, x: jax.Array) -> jax.Array:
+        """[..., width] -> [..., vocab] float32; over an axis `tensor` own rows -> all rows, own words."""
+        x, last = self.last_rows(x), self.last_layer()
         logits = attend(last, x) if self.head is None else wide(x, last)[0]
         return logits.astype(jnp.float32)

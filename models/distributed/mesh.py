@@ -33,7 +33,7 @@ import numpy as np
 import typer
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxops.parallel import gather_parts, sum_parts
@@ -53,7 +53,7 @@ _ROWS = r"\b(attention/out|mixer/out|mlp/(shared/)?down|mlp/narrow)"
 # counts. The paths of an optimizer's moments and of the average end like their parameter's.
 RULES = (
     (r"\bmoe/((text|image)/)?(gate|up|down)\b", P(EXPERTS, None, None), (0, 1)),  # [experts, in, out]
-    (r"\bmlp/bias/(gate|up|down)\b", P(EXPERTS, None), ()),  # [experts, out]
+    (r"\bmoe/(gate|up|down)_bias\b", P(EXPERTS, None), ()),  # [experts, out]
     (rf"{_COLUMNS}/kernel\b", P(None, TENSOR), (0,)),  # [in, out]
     (rf"{_COLUMNS}/bias\b", P(TENSOR), ()),  # [out]
     (rf"{_ROWS}/kernel\b", P(TENSOR, None), (0,)),  # [in, out]
@@ -167,15 +167,21 @@ def constrained(state: Tree, mesh: Mesh | None) -> Tree:
     return state if mesh is None else jax.lax.with_sharding_constraint(state, shardings(state, mesh))
 
 
-def create_sharded(create: Callable[[], tuple[Any, Tree]], mesh: Mesh | None) -> tuple[Any, Tree]:
-    """create()'s graphdef and training state, with the state created sharded: no device ever holds all of it.
+def create_sharded(
+    create: Callable[..., tuple[Any, Tree]], mesh: Mesh | None, *donated: Any
+) -> tuple[Any, Tree, Callable[[], Tree]]:
+    """create(*donated)'s graphdef, the shapes of its training state, and a function that makes the state in one
+    program, sharded from the start: no device ever holds all of it.
 
-    Without a mesh, unsharded.
+    Without a mesh the state is committed to the first device, as one is that a checkpoint was read into: both take the
+    same programs.
     """
-    if mesh is None:
-        return create()
-    graphdef, shapes = jax.eval_shape(create)
-    return graphdef, jax.jit(lambda: create()[1], out_shardings=shardings(shapes, mesh))()
+    graphdef, shapes = jax.eval_shape(create, *donated)
+    alone = SingleDeviceSharding(jax.devices()[0])
+    split = jax.tree.map(lambda _: alone, shapes) if mesh is None else shardings(shapes, mesh)
+    program = jax.jit(create, out_shardings=(graphdef, split), donate_argnums=tuple(range(len(donated))))
+    shapes = jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of), shapes, split)
+    return graphdef, shapes, lambda: program(*donated)[1]
 
 
 def shard_state(state: Tree, mesh: Mesh | None) -> Tree:
@@ -196,14 +202,14 @@ def collect(tree: Tree, mesh: Mesh | None) -> Tree:
     if mesh is None:
         return tree
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
-    if 2 * sum(x.nbytes for x in jax.tree.leaves(tree)) <= device_bytes(mesh):
+    if 2 * sum(x.nbytes for x in jax.tree.leaves(tree)) <= device_bytes():
         return jax.tree.map(lambda x: x.addressable_data(0), whole(tree))
     return jax.tree.map(lambda x: np.asarray(x if x.is_fully_addressable else whole(x).addressable_data(0)), tree)
 
 
-def device_bytes(mesh: Mesh) -> float:
-    """Memory of a device; of a CPU without a limit."""
-    return (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+def device_bytes() -> float:
+    """Memory of a device of this process; of a CPU without a limit."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -331,18 +337,6 @@ def whole_part(model: Any, name: str) -> Any:
         return part
     graphdef, params, others = nnx.split(part, nnx.Param, ...)
     return nnx.merge(graphdef, gather(params, model.splits, name, dtype=c.dtype, sums=c.sums), others)
-
-
-def before_loop(model: Any, name: str) -> Any:
-    """`whole_part` for a loop, in which it would be gathered by each iteration.
-
-    Over a mesh its parameters are float32 again, so that the iterations' gradients are summed in it.
-    """
-    part = whole_part(model, name)
-    if model.splits is None:
-        return part
-    graphdef, params, others = nnx.split(part, nnx.Param, ...)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.float32), params), others)
 
 
 def whole_layers(model: Any, *names: str) -> list[Callable[..., Any]] | None:

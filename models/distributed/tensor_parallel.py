@@ -178,16 +178,20 @@ def attend(layer: nnx.Embed, x: jax.Array) -> jax.Array:
     return jaxops.all_gather_matmul(x.reshape(-1, x.shape[-1]), words, TENSOR, compute_dtype=layer.dtype)
 
 
-def nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Cross-entropies [N] of logits float32 [N, own words] and targets [N]: no device has the logits of all words."""
-    most = lax.stop_gradient(jnp.max(logits, axis=1))
-    most = most if devices() == 1 else lax.pmax(most, TENSOR)
-    # A sum and not an index, whose gradient is a scatter into zeros; a product and not a select, whose gradient has
-    # zeros, too, which a loop around it keeps in memory.
-    words = jnp.arange(logits.shape[1], dtype=targets.dtype) + first_row(logits.shape[1] * devices())
-    chosen = jnp.sum(logits * (words[None] == targets[:, None]), axis=1)
-    sums, chosen = total((jnp.sum(jnp.exp(logits - most[:, None]), axis=1), chosen))
-    return jnp.log(sums) - (chosen - most)
+def cross_entropies(layer: nnx.Linear | nnx.Embed, x: jax.Array, targets: jax.Array) -> jax.Array:
+    """The sum of the cross-entropies, in nats, of all rows' logits: products of own rows x [..., width] with a linear
+    layer or the embeddings, which over several devices have own words.
+
+    Args:
+      targets: int32, one for each row of all devices; a row of -1 does not count.
+    """
+    tied, x = isinstance(layer, nnx.Embed), x.reshape(-1, x.shape[-1])
+    w = layer.embedding[...] if isinstance(layer, nnx.Embed) else layer.kernel[...]
+    split: dict[str, Any] = {}
+    if devices() > 1:
+        x, split = lax.all_gather(x.astype(layer.dtype), TENSOR, tiled=True), {"axis_name": TENSOR}
+    how: dict[str, Any] = {"transpose_w": tied, "compute_dtype": layer.dtype, "ignore_index": -1} | split
+    return jaxops.linear_cross_entropy(x, w, targets, reduction="sum", **how)
 
 
 def _own_numbers(numbers: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -1,5 +1,6 @@
 """A decoder as generation reads it: each layer's parameters by themselves, in the dtype of the computation."""
 
+import functools
 import re
 from typing import Any
 
@@ -37,6 +38,16 @@ def for_inference(model: Decoder, *, consume: bool = False) -> Decoder:
     """
     if isinstance(model.blocks, nnx.List):
         return model
+    return _apart(model, consume=True) if consume else nnx.merge(*_converted(*nnx.split(model)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _converted(graphdef: nnx.GraphDef, state: nnx.State) -> tuple[nnx.GraphDef, nnx.State]:
+    """As one program: a slice of each array of each layer would be hundreds of calls."""
+    return nnx.split(_apart(nnx.merge(graphdef, state), consume=False))
+
+
+def _apart(model: Decoder, *, consume: bool) -> Decoder:
     config = model.config
 
     def convert(path: tuple, x: Any, parts: int | None) -> Any:

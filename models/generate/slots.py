@@ -297,7 +297,9 @@ def completions(
     fixed, key = Fixed(graphdef, sampling, tuple(ends)), jax.random.key(0) if key is None else key
     slots, most, held = min(batching.slots, len(prompts)), cache_length(prompts, length), 0
     batching = dataclasses.replace(batching, slots=slots)
-    rows, active = empty_rows(model, slots, held), dict[int, _Row]()
+    # Where the parameters are, as the programs' results will be: otherwise the first call is a program of its own.
+    place = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    rows, active = jax.device_put(empty_rows(model, slots, held), place), dict[int, _Row]()
     waiting = iter(range(len(prompts)))
     while True:
         new = dict(zip([slot for slot in range(slots) if slot not in active], waiting, strict=False))
@@ -316,6 +318,27 @@ def completions(
             if completion := row.take(slot, drawn, fixed.ends, watch):
                 del active[slot]
                 yield row.number, completion
+
+
+def lowered(
+    model: Decoder, prompt: Sequence[int], length: int, *, sampling: Sampling, key: jax.Array
+) -> Iterator[jax.stages.Lowered]:
+    """The programs that `generate(model, [prompt], length)` begins with, to be compiled before there is a model.
+
+    Args:
+      model: of `jax.ShapeDtypeStruct`s, on one device.
+    """
+    state = nnx.state(model)
+    device = jax.tree.leaves(state)[0].sharding
+    placed = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: for_inference(model)))
+    fixed, params, batching = Fixed(graphdef, sampling, ()), placed(params), dataclasses.replace(DEFAULT, slots=1)
+    most = cache_length([prompt], length)
+    held = next_length(len(prompt) + min(batching.steps, length), 0, most, batching.bucket)
+    rows = placed(jax.eval_shape(lambda: empty_rows(model, 1, held)))
+    for given, where in prefills({0: (0, prompt)}, length, batching):
+        yield _prefill.lower(fixed, params, rows, given, where, key)
+    yield advance.lower(fixed, params, rows, np.zeros(1, bool), batching.steps)
 
 
 def generate(model: Decoder, prompts: Sequence[Sequence[int]], length: int, **options: Any) -> list[Completion]:

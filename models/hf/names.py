@@ -93,7 +93,7 @@ def _gpt_oss_experts() -> list[Entry]:
     for ours, theirs, part, parts in (("gate", "gate_up", 0, 2), ("up", "gate_up", 1, 2), ("down", "down", 0, 1)):
         name = f"mlp.experts.{theirs}_proj"
         found.append(_entry(f"mlp/moe/{ours}", name, part=part, parts=parts, by_expert=True))
-        found.append(_entry(f"mlp/bias/{ours}", f"{name}_bias", part=part, parts=parts))
+        found.append(_entry(f"mlp/moe/{ours}_bias", f"{name}_bias", part=part, parts=parts))
     return found
 
 

@@ -1,14 +1,12 @@
 """The loss of a `Multimodal`: next-token loss on text and rectified flow on images."""
 
-import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from models.decoder.loss import cross_entropies
-from models.distributed.tensor_parallel import own_rows, rows_at, total
+from models.distributed.tensor_parallel import cross_entropies, own_rows, rows_at, total
 from models.multimodal.experts import Routed
 from models.multimodal.interleaved import Batch
 from models.multimodal.model import Multimodal, layout_of
@@ -56,12 +54,9 @@ def losses_of(
     errors = jnp.mean((model.velocities(x) - own_rows(noise - patches)) ** 2, axis=1)
     drawn = layout.of_image & ~batch.is_read[layout.segment]
     predicted = batch.targets >= 0
-    logits = functools.partial(model.logits, last=model.last_layer())
-    entropies = cross_entropies(
-        logits, model.config.vocab, rows_at(x, batch.predicting), jnp.where(predicted, batch.targets, 0)
-    )
+    text = cross_entropies(model.last_layer(), rows_at(x, batch.predicting), jnp.where(predicted, batch.targets, -1))
     losses = Losses(
-        jnp.sum(jnp.where(predicted, entropies, 0)),
+        text,
         jnp.sum(predicted),
         total(jnp.sum(jnp.where(own_rows(drawn), errors, 0))),
         jnp.sum(drawn),

@@ -21,7 +21,7 @@ from jaxops.offload import Policy
 from models.decoder import DecoderConfig
 from models.decoder.attention import Attention, Seen
 from models.decoder.rope import turns
-from models.distributed.mesh import Splits, before_loop, whole_layers, whole_part
+from models.distributed.mesh import Splits, whole_layers, whole_part
 from models.distributed.tensor_parallel import WholeLinear, attend, devices, embed, first_row, own_rows, wide
 from models.dit.model import TimeEmbedding, position_embedding, segments
 from models.layers import apply_layers, stacked
@@ -289,18 +289,15 @@ class Multimodal(nnx.Module):
         return jaxops.adaln(x, scale, shift, layout.segment_offsets, **how), routed
 
     def last_layer(self) -> Any:
-        """What `logits` multiplies by, for several calls in a loop."""
-        return before_loop(self, "embed" if self.head is None else "head")
+        """Whose products with normalized rows of text are the logits."""
+        return whole_part(self, "embed" if self.head is None else "head")
 
-    def logits(self, x: jax.Array, last: Any = None) -> jax.Array:
+    def logits(self, x: jax.Array) -> jax.Array:
         """Normalized rows of text [N, width] -> [N, vocab] float32.
 
         Over a mesh axis `tensor` from own rows: all rows, own words.
-
-        Args:
-          last: `last_layer()`, which it calls itself by default.
         """
-        last = self.last_layer() if last is None else last
+        last = self.last_layer()
         return (attend(last, x) if self.head is None else wide(x, last)[0]).astype(jnp.float32)
 
     def velocities(self, x: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """What a trained `Multimodal` draws for prompts, and how it captions images."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +144,16 @@ def _written(
 
     steps = jnp.arange(length, dtype=jnp.int32), jax.random.split(key, length)
     return jax.lax.scan(step, batch.tokens, steps)[1].T
+
+
+def lowered_programs(
+    model: Multimodal, room: Room, key: jax.Array, *, steps: int, guidance: float, length: int, temperature: float
+) -> Iterator[jax.stages.Lowered]:
+    """The programs of `draw` and `caption`, for a model of `jax.ShapeDtypeStruct`s."""
+    graphdef, state = nnx.split(model)
+    batch, rows = lay_out([], room), np.zeros(room.rows, np.int32)
+    yield _drawn.lower(graphdef, state, batch, rows, rows, key, steps, guidance)
+    yield _written.lower(graphdef, state, batch, rows[: room.documents], key, length, temperature)
 
 
 def until(tokens: Tokens, written: list[int]) -> list[int]:

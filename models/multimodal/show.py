@@ -1,6 +1,6 @@
 """The end of `python -m models.train mm`: drawings for prompts, captions of held-out images, how right they are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from models.data.digits_in_words import captions_of, digit_in
 from models.data.pairs import PairData
 from models.multimodal.model import Multimodal
-from models.multimodal.sampling import caption, draw
+from models.multimodal.sampling import caption, draw, lowered_programs
 from models.training.loop import Run
 from models.training.presets import MultimodalPreset
 from models.training.report import draw_captioned
@@ -38,7 +38,6 @@ def show(preset: MultimodalPreset, model: Multimodal, data: PairData, material: 
         steps=preset.sample_steps,
         guidance=preset.guidance,
     )
-    longest = max(len(tokens) for _, captions in material.train for tokens in captions)
     written = [
         tokenizer.decode(tokens)
         for tokens in caption(
@@ -47,7 +46,7 @@ def show(preset: MultimodalPreset, model: Multimodal, data: PairData, material: 
             material.tokens,
             material.room,
             caption_key,
-            length=longest + 1,
+            length=longest_caption(material),
             temperature=preset.temperature,
         )
     ]
@@ -69,6 +68,17 @@ def show(preset: MultimodalPreset, model: Multimodal, data: PairData, material: 
         ],
         run.out / "samples.png",
     )
+
+
+def lowered(model: Multimodal, preset: MultimodalPreset, material: Any) -> Iterator[jax.stages.Lowered]:
+    """The programs of `show`, for a model of `jax.ShapeDtypeStruct`s."""
+    how = {"steps": preset.sample_steps, "guidance": preset.guidance, "temperature": preset.temperature}
+    return lowered_programs(model, material.room, jax.random.key(0), length=longest_caption(material), **how)
+
+
+def longest_caption(material: Any) -> int:
+    """Tokens of one that is written, its end included."""
+    return 1 + max(len(tokens) for _, captions in material.train for tokens in captions)
 
 
 def prompts_of(count: int) -> list[str]:

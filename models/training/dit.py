@@ -1,8 +1,9 @@
 """Trains a diffusion transformer on packed images of unequal sizes and draws new ones: `python -m models.train dit`."""
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -120,7 +121,32 @@ def heldout_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None) -> Batc
 def train(preset: DiTPreset, sizes: DiTConfig, data: DataSet, run: Run) -> tuple[DiT, History]:
     """As of `models.training.loop.train`."""
     batches, heldout = make_batches(preset, data, run.mesh), heldout_batches(preset, data, run.mesh)
-    return loop.train(DitTask(preset, sizes), batches, heldout, UNIT, run)
+    return loop.train(DitTask(preset, sizes), batches, heldout, UNIT, run, lambda model: lowered(model, preset, data))
+
+
+def wanted(preset: DiTPreset, data: DataSet) -> list[tuple[list[int], Batch]]:
+    """The batches of what `sample` draws, and which images they have."""
+    labels = range(min(len(data.classes), DRAWN))
+    images = Images(
+        [np.zeros((height, width, data.channels), np.uint8) for height, width in data.sample_sizes for _ in labels],
+        np.array([label for _ in data.sample_sizes for label in labels], np.int32),
+    )
+    return list(every_image_once(images, data.patch, preset.tokens, preset.images))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5, 6))
+def _drawn(
+    graphdef: nnx.GraphDef, state: nnx.State, batch: Batch, seed: int, number: int, steps: int, guidance: float
+) -> jax.Array:
+    """The tokens of a batch, by its number."""
+    key = jax.random.fold_in(jax.random.split(jax.random.key(seed))[0], number)
+    return generate(nnx.merge(graphdef, state), batch, key, steps, guidance)
+
+
+def lowered(model: DiT, preset: DiTPreset, data: DataSet) -> Iterator[jax.stages.Lowered]:
+    """The program of `sample`, for a model of `jax.ShapeDtypeStruct`s."""
+    _, batch = wanted(preset, data)[0]
+    yield _drawn.lower(*nnx.split(model), batch, preset.seed, 0, preset.sample_steps, preset.guidance)
 
 
 def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list[np.ndarray]]:
@@ -128,23 +154,14 @@ def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list
 
     A row for each of the data set's sample_sizes, a column for each class, or the first ones of many.
     """
-    graphdef, state = nnx.split(model)
-    run = jax.jit(
-        lambda state, batch, key: generate(nnx.merge(graphdef, state), batch, key, preset.sample_steps, preset.guidance)
-    )
-    labels = range(min(len(data.classes), DRAWN))
-    wanted = Images(
-        [np.zeros((height, width, data.channels), np.uint8) for height, width in data.sample_sizes for _ in labels],
-        np.array([label for _ in data.sample_sizes for label in labels], np.int32),
-    )
-    keys = jax.random.split(jax.random.key(seed))
-    drawn = {}
-    for number, (chosen, batch) in enumerate(every_image_once(wanted, data.patch, preset.tokens, preset.images)):
-        tokens = np.asarray(run(state, batch, jax.random.fold_in(keys[0], number)))
+    (graphdef, state), drawn = nnx.split(model), {}
+    for number, (chosen, batch) in enumerate(wanted(preset, data)):
+        tokens = np.asarray(_drawn(graphdef, state, batch, seed, number, preset.sample_steps, preset.guidance))
         for s, i in enumerate(chosen):
             start, end = batch.sequence_offsets[s : s + 2]
             drawn[i] = unpatchify(tokens[start:end], batch.grids[s], data.patch)
-    return [[drawn[len(labels) * row + label] for label in labels] for row in range(len(data.sample_sizes))]
+    columns = min(len(data.classes), DRAWN)
+    return [[drawn[columns * row + i] for i in range(columns)] for row in range(len(data.sample_sizes))]
 
 
 def run(options: DitOptions) -> None:

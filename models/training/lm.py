@@ -1,10 +1,10 @@
 """Trains a decoder on text, by default on the bytes of Python's standard library: `python -m models.train lm`."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ from models.data.text import Corpus, bigram_nats, files_read
 from models.data.tokenizer import Bytes, HuggingFace, Tokenizer
 from models.decoder import Decoder, DecoderConfig
 from models.decoder.loss import loss_fn
-from models.distributed.mesh import TENSOR, parts_of, rows_of_process, shard_state, shardings
+from models.distributed.mesh import TENSOR, create_sharded, parts_of, rows_of_process, shard_state
 from models.distributed.processes import is_first
 from models.distributed.tensor_parallel import check_rows
 from models.generate.sampling import Sampling
-from models.generate.slots import generate
+from models.generate.slots import generate, lowered
 from models.generate.streaming import TextStream
 from models.hf.config import OF_A_RUN, fitting, read_config
 from models.precision import cudnn_attends
@@ -120,7 +120,7 @@ class LmTask(Task):
         load = routed.load / jnp.maximum(jnp.sum(routed.load, axis=1, keepdims=True), 1)
         return loss + self.preset.balance_weight * balance, Measured(loss, balance, load)
 
-    def start(self, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState]:
+    def start(self, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState, Callable[[], TrainState]]:
         """A checkpoint's parameters are split over the mesh as they are read."""
         preset = self.preset
         if preset.init_from is None:
@@ -132,11 +132,8 @@ class LmTask(Task):
         # A loaded model has only the shapes of its histories.
         zeros = lambda h: jnp.zeros(h.shape, h.dtype) if isinstance(h, jax.ShapeDtypeStruct) else h
         others = shard_state(jax.tree.map(zeros, others), mesh)
-        begin = functools.partial(loop.init_state, preset)
-        if mesh is None:
-            return graphdef, begin(params, others)
-        split = shardings(jax.eval_shape(begin, params, others), mesh)
-        return graphdef, jax.jit(begin, out_shardings=split, donate_argnums=(0, 1))(params, others)
+        begin = lambda params, others: (graphdef, loop.init_state(preset, params, others))
+        return create_sharded(begin, mesh, params, others)
 
 
 def check_fits(preset: Preset, mesh: Mesh) -> None:
@@ -170,14 +167,14 @@ def with_room(preset: Preset, rows: Sequence[Rows]) -> Preset:
     return dataclasses.replace(preset, model=dataclasses.replace(preset.model, max_documents=most))
 
 
-def train(preset: Preset, corpus: Corpus, unit: str, run: Run) -> tuple[Decoder, History]:
-    """As of `models.training.loop.train`."""
+def train(preset: Preset, corpus: Corpus, unit: str, run: Run, **more: Any) -> tuple[Decoder, History]:
+    """As of `models.training.loop.train`, with `more` of its arguments."""
     rows = make_rows(preset, corpus.train)
     preset = with_room(preset, (*rows, pack(corpus.heldout, preset.context)))
     lengths, fill = ", ".join(str(some.length) for some in rows), overall_fill(rows)
     run.console.print(f"documents in rows of {lengths} tokens, {fill:.1%} full")
     batches, heldout = make_batches(preset, corpus.train, rows), heldout_batches(preset, corpus.heldout)
-    return loop.train(LmTask(preset), batches, heldout, unit, run)
+    return loop.train(LmTask(preset), batches, heldout, unit, run, **more)
 
 
 def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tokenizer) -> str | None:
@@ -199,19 +196,20 @@ def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tok
     return architecture
 
 
+def sample_of(preset: Preset, heldout: np.ndarray) -> tuple[list[int], int, dict[str, Any]]:
+    """The first held-out tokens, how many to draw after them, and how."""
+    prompt = heldout[: max(1, preset.context // 4)].tolist()
+    how = {"sampling": Sampling(temperature=0.8), "key": jax.random.key(preset.seed)}
+    return prompt, max(1, preset.context - len(prompt)), how
+
+
 def write_sample(preset: Preset, model: Decoder, heldout: np.ndarray, tokenizer: Tokenizer, console: Console) -> None:
     """A continuation of the first held-out tokens, up to the context length; none of a model in the host's memory."""
     if any(isinstance(x, np.ndarray) for x in jax.tree.leaves(nnx.state(model, nnx.Param))):
         console.print("\nThe model does not fit on one device: no sample of held-out text.")
         return
-    prompt = heldout[: max(1, preset.context // 4)].tolist()
-    (written,) = generate(
-        model,
-        [prompt],
-        max(1, preset.context - len(prompt)),
-        sampling=Sampling(temperature=0.8),
-        key=jax.random.key(preset.seed),
-    )
+    prompt, length, how = sample_of(preset, heldout)
+    (written,) = generate(model, [prompt], length, **how)
     console.print("\nHeld-out text, and how the model goes on:")
     console.print(lines(tokenizer.decode(prompt)), style="dim", end="")
     stream = TextStream(tokenizer, prompt)
@@ -253,7 +251,9 @@ def _train_and_report(
         console.print(f"a bigram table needs {bigram:.3f} nats a held-out byte")
     launch.print_model(options, preset.model, run)
 
-    model, history = train(preset, corpus, unit, run)
+    prompt, length, how = sample_of(preset, corpus.heldout.tokens)
+    sampler = lambda model: lowered(model, prompt, length, **how)
+    model, history = train(preset, corpus, unit, run, sampler=sampler)
     if not is_first():
         return
     architecture = save_checkpoint(run.out / "checkpoint-hf", preset, model, tokenizer)

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
@@ -22,6 +24,7 @@ from models.distributed.mesh import (
     collect,
     constrained,
     create_sharded,
+    device_bytes,
     of_own_batch,
     over,
     replicate,
@@ -33,6 +36,7 @@ from models.distributed.processes import is_first
 from models.layers import options_for
 from models.training import frozen
 from models.training.checkpoints import Checkpoints, saved_steps
+from models.training.compiling import Compiling
 from models.training.ending import Stopped, stop_signals
 from models.training.ending import kept as kept_line
 from models.training.finite import Watch
@@ -129,9 +133,10 @@ class Task:
         shapes = nnx.eval_shape(lambda: self.model(nnx.Rngs(0)))
         frozen.check(nnx.state(shapes, nnx.Param), self.preset.freeze)
 
-    def start(self, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState]:
-        """The graphdef of the model on one device, and the state before the first step, over a mesh created sharded."""
-        return create_sharded(lambda: first_state(self), mesh)
+    def start(self, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState, Callable[[], TrainState]]:
+        """The graphdef of the model on one device, and of the state before the first step the shapes and the function
+        that makes it, as of `create_sharded`."""
+        return create_sharded(functools.partial(first_state, self), mesh)
 
     def sharded_graphdef(self, mesh: Mesh) -> nnx.GraphDef:
         """Of the model as it is called over a mesh."""
@@ -140,8 +145,7 @@ class Task:
 
 def first_state(task: Task) -> tuple[nnx.GraphDef, TrainState]:
     """A new model's graphdef and state, by the preset's seed."""
-    model = nnx.jit(lambda: task.model(nnx.Rngs(task.preset.seed)))()
-    graphdef, params, histories = nnx.split(model, nnx.Param, ...)
+    graphdef, params, histories = nnx.split(task.model(nnx.Rngs(task.preset.seed)), nnx.Param, ...)
     return graphdef, init_state(task.preset, params, histories)
 
 
@@ -161,9 +165,7 @@ def init_state(schedule: Schedule, params: nnx.State, histories: nnx.State) -> T
     frozen.check(params, schedule.freeze)
     trained, _ = frozen.split(params, schedule.freeze)
     average = None if schedule.ema is None else jax.tree.map(jnp.copy, trained)
-    return TrainState(
-        params, histories, average, jax.jit(make_optimizer(schedule).init)(trained), jnp.zeros((), jnp.int32)
-    )
+    return TrainState(params, histories, average, make_optimizer(schedule).init(trained), jnp.zeros((), jnp.int32))
 
 
 def make_value(
@@ -317,11 +319,22 @@ class Run:
         """The line about the finished checkpoints."""
         return kept_line(None if self.save_every is None else saved_steps(self.checkpoints), self.out)
 
+    def saved_steps(self) -> list[int]:
+        """Steps of the finished checkpoints, ascending."""
+        return [] if self.save_every is None else saved_steps(self.checkpoints)
+
     def saves(self, done: int, steps: int) -> bool:
         return self.save_every is not None and (done % self.save_every == 0 or done == steps)
 
 
-def train(task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, run: Run) -> tuple[Any, History]:
+def train(
+    task: Task,
+    batches: Callable[[int], Any],
+    heldout: Any,
+    unit: str,
+    run: Run,
+    sampler: Callable[[Any], Iterable[jax.stages.Lowered]] | None = None,
+) -> tuple[Any, History]:
     """Runs the steps after the first state or the newest checkpoint, with evaluations; prints and logs progress.
 
     Args:
@@ -329,6 +342,8 @@ def train(task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, ru
         ones.
       heldout: micro-batches of held-out data [N, ...], on the host.
       unit: of the loss, printed after a number.
+      sampler: from the result's shapes to programs that the caller needs after the training. Without a mesh they are
+        compiled with the others.
 
     Returns:
       The model with the weights that are `kept`, as of `models.distributed.mesh.collect`, in evaluation mode.
@@ -338,16 +353,29 @@ def train(task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, ru
       NotFinite: the run's numbers are not finite; the checkpoints are those before.
     """
     preset, mesh = task.preset, run.mesh
-    graphdef, state = task.start(mesh)
-    key, heldout_key = replicate(tuple(jax.random.split(jax.random.key(preset.seed))), mesh)
-    run.console.print(f"{sum(p.size for p in jax.tree.leaves(state.params)):,} parameters")
-    run.console.print(frozen.remark(state.params, preset.freeze), end="")
-    called = graphdef if mesh is None else task.sharded_graphdef(mesh)
-    step, evaluate, placed = make_step(called, task, mesh), make_evaluate(called, task, mesh), place(heldout, mesh)
-    if run.profile:
-        step = Profiled(step)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with contextlib.ExitStack() as stack:
+        compiling = stack.enter_context(Compiling(device_bytes() if mesh is None else math.inf))
+        graphdef, shapes, create = task.start(mesh)
+        created = compiling.run(create)
+        key, heldout_key = replicate(jax.jit(lambda: tuple(jax.random.split(jax.random.key(preset.seed))))(), mesh)
+        run.console.print(f"{sum(p.size for p in jax.tree.leaves(shapes.params)):,} parameters")
+        run.console.print(frozen.remark(shapes.params, preset.freeze), end="")
+        called = graphdef if mesh is None else task.sharded_graphdef(mesh)
+        step, evaluate, placed = make_step(called, task, mesh), make_evaluate(called, task, mesh), place(heldout, mesh)
+        before = max(run.saved_steps(), default=0)
+        if before < preset.steps:
+            # The profiler compiles its step.
+            if not run.profile:
+                compiling.start("step", step, shapes, place(batches(before), mesh), key)
+            compiling.start("evaluate", evaluate, kept(shapes), shapes.histories, placed, heldout_key)
+        if sampler is not None and mesh is None:
+            model = nnx.merge(graphdef, kept(shapes), shapes.histories)
+            model.eval()
+            compiling.run(lambda: [program.compile() for program in sampler(model)])
+        if run.profile:
+            step = Profiled(step)
+        state = created.result()
         asked = stack.enter_context(stop_signals())
         checkpoints = None
         if run.save_every is not None:
@@ -361,6 +389,8 @@ def train(task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, ru
         log, watch = stack.enter_context(MetricsLog(run.out, first, is_first(), run.say)), Watch(run.bad_steps)
         progress = stack.enter_context(Progress(*columns, console=run.console))
         bar = progress.add_task("compiling", total=preset.steps, completed=first)
+        show = lambda line: progress.update(bar, description=line)
+        compile_s = compiling.wait("step", show)
         unread, last_read = [], time.perf_counter()
         for done, batch in enumerate(prefetched(batches, first, preset.steps, mesh), first + 1):
             state, metrics = step(state, batch, key)
@@ -375,8 +405,10 @@ def train(task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, ru
             progress.update(bar, completed=done, description=f"loss {float(read[-1].loss):.3f}  {rate:,.0f} tokens/s")
             loss = None
             if at_eval:
+                compiling.wait("evaluate", show)
                 loss = float(jax.device_get(evaluate(kept(state), state.histories, placed, heldout_key)))
-            log.add(done, read, rate, loss)
+            log.add(done, read, rate, loss, compile_s)
+            compile_s = None
             watch.add(done, read, loss)
             if checkpoints is not None:
                 checkpoints.check()

@@ -32,7 +32,7 @@ from models.multimodal.interleaved import (
 )
 from models.multimodal.loss import loss_fn
 from models.multimodal.model import Multimodal
-from models.multimodal.show import show
+from models.multimodal.show import lowered, show
 from models.training import config, launch, loop
 from models.training.config import Options, option
 from models.training.loop import Measured, Run, Task
@@ -209,7 +209,8 @@ def heldout_batches(preset: MultimodalPreset, material: Material, mesh: Mesh | N
 def train(preset: MultimodalPreset, material: Material, run: Run) -> tuple[Multimodal, History]:
     """As of `models.training.loop.train`."""
     batches, heldout = make_batches(preset, material, run.mesh), heldout_batches(preset, material, run.mesh)
-    return loop.train(MmTask(preset), batches, heldout, UNIT, run)
+    sampler = lambda model: lowered(model, preset, material)
+    return loop.train(MmTask(preset), batches, heldout, UNIT, run, sampler)
 
 
 def run(options: MmOptions) -> None:

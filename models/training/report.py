@@ -51,8 +51,9 @@ class MetricsLog:
     """Writes OUT/metrics.jsonl, a line a step, and TensorBoard event files to OUT/tensorboard. A context manager.
 
     A line has the step's number (from 1), the scalars of its `models.training.loop.Metrics`, tokens_per_s between two
-    readings, and heldout after an evaluation; null is a number that is not finite, which JSON does not have. Existing
-    lines up to step `first`, the checkpoint that a run resumes from, are kept.
+    readings, and heldout after an evaluation; the first one of a process compile_s, the seconds until its step was
+    compiled. null is a number that is not finite, which JSON does not have. Existing lines up to step `first`, the
+    checkpoint that a run resumes from, are kept.
 
     Args:
       writes: True in one process of a run; the others only keep a history of the steps after `first`.
@@ -84,8 +85,10 @@ class MetricsLog:
         self._lines.close()
         self._events.close()
 
-    def add(self, done: int, read: Sequence[Any], tokens_per_s: float, heldout: float | None) -> None:
-        """The metrics of the steps up to `done`."""
+    def add(
+        self, done: int, read: Sequence[Any], tokens_per_s: float, heldout: float | None, compile_s: float | None = None
+    ) -> None:
+        """The metrics of the steps up to `done`; compile_s is the first one's."""
         for step, metrics in enumerate(read, done + 1 - len(read)):
             row = {"step": step} | {
                 name: np.asarray(x).item() for name, x in metrics._asdict().items() if x is not None and np.ndim(x) == 0
@@ -93,6 +96,8 @@ class MetricsLog:
             row["tokens_per_s"] = round(tokens_per_s)
             if step == done and heldout is not None:
                 row["heldout"] = heldout
+            if compile_s is not None:
+                row["compile_s"], compile_s = round(compile_s, 1), None
             self.history.rows.append(row)
             if metrics.load is not None:
                 self.history.loads.append(metrics.load)

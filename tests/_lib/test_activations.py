@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxops._lib.numerics.activations import ACTIVATIONS, activate, activate_and_slope, activation_name, quick_sigmoid
+from jaxops._lib.numerics.activations import (
+    ACTIVATIONS,
+    UNITS,
+    activate,
+    activate_and_slope,
+    activation_name,
+    quick_sigmoid,
+    unit,
+    unit_gradients,
+)
 
 NEAR = np.linspace(-12, 12, 4001)
 U = np.concatenate([NEAR, [-600.0, -200.0, 200.0, 600.0]])  # exponentials overflow and vanish
@@ -52,6 +61,29 @@ def test_values_and_slopes(name, x64):
         np.testing.assert_allclose(got, slope_of(WANTED[name], wide), atol=3e-6, rtol=1e-8)  # the quotient's rounding
 
 
+@pytest.mark.parametrize("x64", [False, True])
+def test_unit_of_gpt_oss(x64):
+    """As transformers' GptOssExperts: clamped, no gradient where it is; at the bounds themselves the inner one, as
+    torch.clamp's."""
+    rng = np.random.default_rng(0)
+    bounds = np.array([7, -7, 7, 3, np.nextafter(np.float32(7), np.float32(9)), 200, -200, 7], np.float32)
+    gate, up = (np.concatenate([5 * rng.normal(size=500), x]).astype(np.float32) for x in (bounds, bounds[::-1]))
+    dh = rng.normal(size=gate.shape).astype(np.float32)
+    g, u = np.minimum(gate.astype(np.float64), 7), np.clip(up.astype(np.float64), -7, 7)
+    value, slope = g * logistic(1.702 * g), logistic(1.702 * g) * (1 + 1.702 * g * (1 - logistic(1.702 * g)))
+    with jax.enable_x64(x64):
+        h, (dgate, dup) = unit("swiglu_oai", gate, up), unit_gradients("swiglu_oai", gate, up, dh)
+        _, vjp = jax.vjp(lambda *given: unit("swiglu_oai", *given), jnp.asarray(gate), jnp.asarray(up))
+        by_jax = vjp(jnp.asarray(dh))
+    assert {x.dtype for x in (h, dgate, dup)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(h, value * (u + 1), rtol=1e-6, atol=1e-6)
+    for of_gate, of_up in ((dgate, dup), by_jax):
+        np.testing.assert_allclose(of_gate, np.where(gate > 7, 0, dh * (u + 1) * slope), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(of_up, np.where(np.abs(up) > 7, 0, dh * value), rtol=1e-5, atol=1e-5)
+    assert np.isnan(unit("swiglu_oai", jnp.full(2, jnp.nan), jnp.ones(2))).all()
+    assert np.isnan(unit("swiglu_oai", jnp.ones(2), jnp.full(2, jnp.nan))).all()
+
+
 def test_quick_sigmoid():
     u = np.concatenate([np.linspace(-87, 100, 40001), NEAR]).astype(np.float32)
     want = logistic(u.astype(np.float64))
@@ -80,12 +112,14 @@ def test_names_of_other_libraries():
         ["silu"] * 4 + ["gelu_tanh"] * 3 + ["gelu", "relu", "relu2", "sigmoid"]
     )
     assert [activation_name(name) for name in ACTIVATIONS] == list(ACTIVATIONS)
+    assert [activation_name(name, unit=True) for name in (*UNITS, "swigluoai")] == [*UNITS, "swiglu_oai"]
 
 
 @pytest.mark.parametrize(
     "unknown",
     [
         "tanh",
+        "swiglu_oai",  # a unit of two
         jax.nn.relu6,
         functools.partial(jax.nn.silu),
         None,

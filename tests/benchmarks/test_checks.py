@@ -1,5 +1,6 @@
 """The checks before the clock pass what is right, of every side, and fail what is not."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -161,6 +162,21 @@ def test_moe():
     for i, result in enumerate(want):
         for wrong in (result.at[1].multiply(1.5), result.at[1].set(jnp.nan)):
             assert not float(bench_moe.errors((*want[:i], wrong, *want[i + 1 :]), want)[1]) < bench_moe.LIMIT
+
+
+@pytest.mark.parametrize("form", bench_moe.SIDES)
+def test_moe_of_other_forms(form):
+    smoke = dataclasses.replace(bench_moe.SMOKE, form=form)
+    inputs = (jnp.asarray(shapes_moe.preferences("skewed", smoke)), *bench_moe.make_inputs(smoke))
+    found = {}
+    for side in bench_moe.SIDES[form]:
+        joined = bench_moe.joins(side, smoke)
+        results = jax.jit(bench_moe.program(side, smoke, "fwd+bwd"))(*(bench_moe.join(inputs) if joined else inputs))
+        assert len(results) == len(inputs) - 1 - joined  # without preferences; y instead of dy
+        found[side] = bench_moe.apart(results) if joined else results
+        assert float(bench_moe.errors(found[side], found[bench_moe.OURS])[1]) < bench_moe.LIMIT
+    with pytest.raises(ValueError, match=f"no layer of the form '{form}'"):
+        bench_moe.layer_of("ragged_dot", smoke)
 
 
 def test_route():

@@ -45,6 +45,7 @@ def block(rngs: nnx.Rngs, **how) -> nnx.Module:
 def moe(rngs: nnx.Rngs, **how) -> nnx.Module:
     backend = {name: value for name, value in how.items() if name == "backend"}
     router = jaxops.nn.Router(IN, EXPERTS, 2, rngs=rngs, **backend)
+    how = {"activation": "swiglu_oai", "use_bias": True} | how
     return jaxops.nn.MoE(EXPERTS, IN, HIDDEN, router=router, rngs=rngs, **how)
 
 
@@ -161,6 +162,7 @@ def router_reference(p: dict, x: jax.Array) -> jaxops.Routing:
 def moe_reference(p: dict, a: Arguments) -> tuple[jax.Array, jaxops.Routing]:
     routing = router_reference(p["router"], a["x"])
     weights = {f"w_{name}": p[name] for name in ("gate", "up", "down")}
+    weights |= {"biases": tuple(p[f"{name}_bias"] for name in ("gate", "up", "down")), "activation": "swiglu_oai"}
     return reference("moe_mlp", x=a["x"], routing=routing, **weights), routing
 
 

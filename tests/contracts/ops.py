@@ -197,7 +197,8 @@ def modality_outside(a: Arguments) -> tuple[Arguments, list]:
 
 def glu_shapes(d: Dims) -> Arguments:
     M, K, F, G = (d[name] for name in "MKFG")
-    return {"x": f32(M, K), "w_gate": f32(G, K, F), "w_up": f32(G, K, F), "group_offsets": i32(G + 1)}
+    weights = {"w_gate": f32(G, K, F), "w_up": f32(G, K, F), "biases": (f32(G, F), f32(G, F))}
+    return {"x": f32(M, K)} | weights | {"group_offsets": i32(G + 1)}
 
 
 PRODUCT = {"M": 40, "K": 16, "N": 24, "G": 4}
@@ -278,7 +279,8 @@ def mlp_outside(a: Arguments) -> tuple[Arguments, list]:
 def mlp_shapes(d: Dims) -> Arguments:
     T, D, F, N, E = (d[name] for name in "TDFNE")
     weights = {"w_gate": f32(E, D, F), "w_up": f32(E, D, F), "w_down": f32(E, F, N)}
-    return {"x": f32(T, D)} | weights | routing_shapes(d)
+    biases = {"biases": (f32(E, F), f32(E, F), f32(E, N))}
+    return {"x": f32(T, D)} | weights | biases | routing_shapes(d)
 
 
 def route_outside(a: Arguments) -> tuple[Arguments, list]:
@@ -422,6 +424,31 @@ FP8_OPS = [
     ),
 ]  # fmt: skip
 
+# The last layer
+
+WORDS = 11
+
+
+def loss_shapes(d: Dims) -> Arguments:
+    T, D = d["T"], d["D"]
+    return {"x": f32(T, D), "w": f32(D, WORDS), "targets": i32(T), "weights": f32(T), "bias": f32(WORDS)}
+
+
+def loss_targets(rng: np.random.Generator, d: Dims) -> Arguments:
+    """Some do not count."""
+    return {"targets": np.where(rng.random(d["T"]) < 0.3, -100, rng.integers(0, WORDS, d["T"])).astype(np.int32)}
+
+
+LOSS_OPS = [
+    described(
+        "linear_cross_entropy", {"T": 23, "D": 10}, loss_shapes,
+        options=EXACT | {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01, "soft_cap": 5.0},
+        local=("x", "targets", "weights"), integers=loss_targets,
+        outside=lambda a: ({"x": (a["targets"] == -100)[:, None], "weights": a["targets"] == -100}, [None]),
+        large=(({"T": 600_000, "D": 4096}, {}),),
+    )
+]  # fmt: skip
+
 # Across devices: each call is a `jax.shard_map` of its own, of whole arrays
 
 DEVICES = min(2, jax.device_count())
@@ -461,6 +488,6 @@ COLLECTIVES = [
     collective("all_gather_matmul", "x", gathered),
     collective("matmul_reduce_scatter", "h", scattered),
 ]
-OPS = [*ADALN_OPS, *ATTENTION_OPS, *GROUPED_OPS, *ROUTING_OPS, *FP8_OPS, *COLLECTIVES]
+OPS = [*ADALN_OPS, *ATTENTION_OPS, *GROUPED_OPS, *ROUTING_OPS, *FP8_OPS, *LOSS_OPS, *COLLECTIVES]
 # Public, and no op: what an op gives, what counts on the host, and what examines an op.
 NO_OPS = {"Quantized", "Routing", "bucket_length", "inspect"}

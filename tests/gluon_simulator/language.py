@@ -62,9 +62,10 @@ def _largest(a, b):
     return _builtins["max"](unwrap(a), unwrap(b)) if constants else maximum(a, b)
 
 
-def minimum(a, b) -> Tensor:
+def minimum(a, b, propagate_nan=None) -> Tensor:
+    """As `maximum`."""
     x, y, kind, halves = promote_pair(a, b)
-    return Tensor(np.fmin(x, y), kind, halves)
+    return Tensor((np.minimum if unwrap(propagate_nan) == "all" else np.fmin)(x, y), kind, halves)
 
 
 def maximum(a, b, propagate_nan=None) -> Tensor:

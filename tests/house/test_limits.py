@@ -8,7 +8,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("jaxops", "models", "benchmarks", "tests")
 LINES = 500
 ARGUMENTS = 10
-# A layer's constructor takes what flax.nnx.Linear's takes; a public op may have more keyword-only options.
+# A layer's constructor takes what flax.nnx.Linear's takes; a public op may have more keyword-only options. Not counted:
+# rngs, which each layer has.
 PUBLIC_ARGUMENTS = 15
 SAYS_NOTHING = {"utils", "util", "common", "base", "misc", "helpers", "helper"}
 
@@ -21,7 +22,7 @@ def long_signatures(path: pathlib.Path, source: str) -> Iterator[str]:
         if any(ast.unparse(decorator).startswith("gluon.jit") for decorator in node.decorator_list):
             continue
         every = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        arguments = [name for name in every if name not in ("self", "cls")]
+        arguments = [name for name in every if name not in ("self", "cls", "rngs")]
         is_layer = node.name == "__init__" and path.is_relative_to("jaxops/nn")
         is_op = path.match("jaxops/ops/*/api.py") and not node.name.startswith("_")
         allowed = PUBLIC_ARGUMENTS if is_layer or is_op else ARGUMENTS

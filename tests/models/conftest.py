@@ -15,33 +15,37 @@ from tests.models.interrupted_run import EVERY, TINY, train
 SAME_STATE = {"max_documents": None, "crowd": None, "policy": None, "unroll": False}
 
 
+def _key(task):
+    """Of tasks whose states come from one program; other settings of the optimizer do not change it."""
+    preset, model = task.preset, getattr(task, "sizes", None) or task.preset.model
+    same = {name: value for name, value in SAME_STATE.items() if hasattr(model, name)}
+    return type(task), dataclasses.replace(model, **same), preset.ema is None, preset.freeze, preset.seed
+
+
 def _shared_first_states(first_state):
-    """States of the same model and seed come from one program; other settings of the optimizer do not change them."""
     programs, graphdef = {}, functools.cache(lambda task: jax.eval_shape(lambda: first_state(task))[0])
 
     def shared(task):
-        preset, model = task.preset, getattr(task, "sizes", None) or task.preset.model
-        same = {name: value for name, value in SAME_STATE.items() if hasattr(model, name)}
-        key = type(task), dataclasses.replace(model, **same), preset.ema is None, preset.freeze, preset.seed
-        if key not in programs:
-            programs[key] = jax.jit(lambda: first_state(task)[1])
-        return graphdef(task), programs[key]()
+        if _key(task) not in programs:
+            programs[_key(task)] = jax.jit(lambda: first_state(task)[1])
+        return graphdef(task), programs[_key(task)]()
 
     return shared
 
 
-def _committed_first_states(create_sharded):
-    """To the device, as those that a checkpoint is read into: a run that goes on takes the programs of the first."""
+def _shared_starts(start):
+    programs, graphdef = {}, functools.cache(lambda task: jax.eval_shape(lambda: loop.first_state(task))[0])
 
-    def committed(create, mesh):
-        graphdef, state = create_sharded(create, mesh)
-        return graphdef, state if mesh is not None else jax.device_put(state, jax.devices()[0])
+    def shared(task, mesh):
+        key = *_key(task), mesh
+        if key not in programs:
+            programs[key] = start(task, mesh)[1:]
+        return graphdef(task), *programs[key]
 
-    return committed
+    return shared
 
 
-loop.first_state = _shared_first_states(loop.first_state)
-loop.create_sharded = _committed_first_states(loop.create_sharded)
+loop.first_state, loop.Task.start = _shared_first_states(loop.first_state), _shared_starts(loop.Task.start)
 loop.make_step, loop.make_evaluate = functools.cache(loop.make_step), functools.cache(loop.make_evaluate)
 
 

@@ -40,7 +40,7 @@ MUCH = dataclasses.replace(
     shared_hidden=8,
     shared_gate=True,
     expert_bias=True,
-    clamp=1.0,
+    clamp=7.0,
     tie_embeddings=True,
 )
 LATENT = dataclasses.replace(
@@ -272,7 +272,8 @@ def test_a_query_that_sees_nothing_gets_zero():
         ({"latent": Latent(4, None, 3)}, "latent attention needs rotary_dim"),
         ({"expert_bias": True, "stored_fp8": True}, "stored float8 experts have neither"),
         ({"expert_bias": True, "recipe": "rowwise"}, "expert_bias, clamp or stored_fp8 is set: experts in FP8"),
-        ({"clamp": 1.0, "recipe": "rowwise"}, "biases or clamps"),
+        ({"clamp": 7.0, "recipe": "rowwise"}, "biases or clamps"),
+        ({"clamp": 1.0}, r"clamp \(swiglu_limit\) is 1.0; units are clamped at 7"),
         ({"expert_groups": 3}, "groups must be equal"),
         ({"expert_groups": 4}, "have top_k experts"),
     ],

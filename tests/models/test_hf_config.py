@@ -263,7 +263,8 @@ def test_a_training_run_ignores_keys_by_name_and_says_so(tmp_path):
     write(preset, tmp_path / "config.yaml")
     assert read(tmp_path / "config.yaml")["ignore_config"] == keys
     assert train_lm.choose(train_lm.LmOptions(config=tmp_path / "config.yaml")) == preset
-    graphdef, state = train_lm.LmTask(preset).start(None)
+    graphdef, _, create = train_lm.LmTask(preset).start(None)
+    state = create()
     model = nnx.merge(graphdef, state.params, state.histories)
     assert train_lm.save_checkpoint(tmp_path / "out", preset, model, Bytes()) == "LlamaForCausalLM"
     assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()

@@ -68,10 +68,12 @@ def test_a_training_state_from_a_checkpoint_is_split_from_the_start(folder, monk
     model = dataclasses.replace(CONFIG, backend="xla")
     preset = Preset(model, 8, 8, steps=2, learning_rate=1e-3, warmup_steps=1, eval_every=2, init_from=str(folder))
     mesh = make_mesh("fsdp=2,expert=2")
-    _, wanted = train_lm.LmTask(preset).start(None)
+    wanted = train_lm.LmTask(preset).start(None)[2]()
     whole = functools.partial(pytest.fail, "the whole state was put together")
     monkeypatch.setattr(loop, "first_state", whole)
-    _, state = train_lm.LmTask(preset).start(mesh)
+    _, shapes, create = train_lm.LmTask(preset).start(mesh)
+    state = create()
+    assert jax.tree.map(lambda x: x.sharding, shapes) == jax.tree.map(lambda x: x.sharding, state)
     for (path, ours), alone, split in zip(
         jax.tree.leaves_with_path(state), jax.tree.leaves(wanted), jax.tree.leaves(shardings(state, mesh)), strict=True
     ):

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 def lines_of(out: Path) -> list[dict]:
     return [
-        {key: value for key, value in json.loads(line).items() if key != "tokens_per_s"}
+        {key: value for key, value in json.loads(line).items() if key not in ("tokens_per_s", "compile_s")}
         for line in (out / "metrics.jsonl").read_text().splitlines()
     ]
 

@@ -117,12 +117,11 @@ def test_a_sum_over_devices_is_rounded_once():
         pytest.skip("needs several devices")
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
     (alone, params), (graphdef, _) = (
-        nnx.split(make(expert_axis=axis, dtype=jnp.bfloat16)) for axis in (None, "expert")
+        nnx.split(make(expert_axis=axis, dtype=jnp.bfloat16, use_bias=True)) for axis in (None, "expert")
     )
+    params = jax.tree.map(lambda x: numbers(None, x.shape), params)
     x = tokens(dtype=jnp.bfloat16)
-    specs = jax.tree.map_with_path(
-        lambda path, _: P("expert") if path[0].key in ("gate", "up", "down") else P(), params
-    )
+    specs = jax.tree.map_with_path(lambda path, _: P("expert") if path[0].key != "router" else P(), params)
     split = jax.shard_map(
         lambda params, x: nnx.merge(graphdef, params)(x)[0], mesh=mesh, in_specs=(specs, P()), out_specs=P()
     )
@@ -179,6 +178,9 @@ def test_fan_in_is_one_expert(experts):
 def test_errors():
     with pytest.raises(ValueError, match="gather_tokens=True needs expert_axis"):
         make(gather_tokens=True)
+    for unit in ({"use_bias": True}, {"activation": "swiglu_oai"}):
+        with pytest.raises(NotImplementedError, match="recipe='rowwise' has no experts with biases or 'swiglu_oai'"):
+            make(recipe="rowwise", precision=None, **unit)
     for call in (lambda layer, x: layer(x), apply):
         with pytest.raises(ValueError, match=r"expert_axis='expert' is not an axis here: .* jax\.shard_map"):
             call(make(expert_axis="expert"), tokens())

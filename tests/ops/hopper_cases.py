@@ -269,20 +269,27 @@ def _modalities(name: str, rng) -> Problem:
 def unit_of(gate, up, activation: str) -> np.ndarray:
     """In float32, from pre-activations that are rounded to bfloat16."""
     gate, up = (x.astype(ml_dtypes.bfloat16).astype(np.float32) for x in (gate, up))
-    return np.asarray(activations.activate(put(gate), activation)) * up
+    return np.asarray(activations.unit(activation, put(gate), put(up)))
 
 
 ACTIVATIONS = sorted(activations.ACTIVATIONS)
+UNITS = (
+    *("gelu", "sigmoid", "silu", "silu-gathered", "relu-gathered", "swiglu_oai-biased", "silu-joined"),
+    "swiglu_oai-gathered-joined-biased",
+)
 
 
-@kind("grouped_glu", "gelu", "sigmoid", "silu", "silu-gathered", "relu-gathered")  # moe_mlp_bwd has them all
+@kind("grouped_glu", *UNITS)  # moe_mlp_bwd has them all
 def _unit(name: str, rng) -> Problem:
-    """With what is saved; rows in place or where wild indices say."""
-    activation, _, gathered = name.partition("-")
+    """With what is saved; rows in place or where wild indices say; weights in two arrays or in one."""
+    activation, *options = name.split("-")
+    gathered, joined, biased = (option in options for option in ("gathered", "joined", "biased"))
     M, K, F, G, T = 420, 128 if gathered else 136, 264 if gathered else 272, 5, 530
     offsets = offsets_of(rng, M, G)
     x = whole(rng, T if gathered else M, K, most=1)
-    weights = tuple(whole(rng, G, K, F, most=1) / 4 for _ in range(2))
+    # Of "swiglu_oai" a third is clamped.
+    weights = tuple(whole(rng, G, K, F, most=1) / (1 if activation == "swiglu_oai" else 4) for _ in range(2))
+    bias = whole(rng, G, 2 * F, dtype=np.float32) if biased else np.zeros((G, 2 * F), np.float32)
     indices = wild_indices(rng, T, M)
     x[9, 3] = np.nan
     indices[8], indices[-7] = 9, T - 1
@@ -294,21 +301,26 @@ def _unit(name: str, rng) -> Problem:
 
         given = (indices.astype(jnp.int32),) if gathered else ()
         how = {"activation": activation, "save": save, "panel": 2, "stages": stages}
-        return fwd_triton(x, (gate, up), offsets, *given, **how, cores=current_device().cores)
+        weights = (jnp.concatenate([gate, up], axis=2),) if joined else (gate, up)
+        given = (put(bias) if biased else None, offsets, *given)
+        return fwd_triton(x, weights, *given, **how, cores=current_device().cores)
 
     def want():
-        gate, up = (product(rows, w, offsets) for w in weights)
-        return (unit_of(gate, up, activation), gate, up) if save else (unit_of(gate, up, activation),)
+        gate, up = (product(rows, w, offsets, b) for w, b in zip(weights, np.split(bias, 2, axis=1), strict=True))
+        saved = (np.concatenate([gate, up], axis=1),) if joined else (gate, up)
+        return (unit_of(gate, up, activation), *saved) if save else (unit_of(gate, up, activation),)
 
     return Problem(run, (x if gathered else rows, *weights, offsets, indices.astype(np.int32)), want, close=1)
 
 
-@kind("moe_mlp_bwd", *ACTIVATIONS)
-def _unit_backward(activation: str, rng) -> Problem:
+@kind("moe_mlp_bwd", *ACTIVATIONS, "swiglu_oai", "sigmoid-joined", "swiglu_oai-joined")
+def _unit_backward(name: str, rng) -> Problem:
+    activation, _, joined = name.partition("-")
     R, D, F, G = 90 if activation == "sigmoid" else 700, 136, 200, 6  # few: less than a box
     offsets = offsets_of(rng, R, G)
     dy = spoiled(whole(rng, R, D, most=2) / 2, offsets)
-    gate, up = (np.where(inside_of(offsets, R)[:, None], whole(rng, R, F, most=2) / 2, 0) for _ in range(2))
+    most = 20 if activation == "swiglu_oai" else 2
+    gate, up = (np.where(inside_of(offsets, R)[:, None], whole(rng, R, F, most=most) / 2, 0) for _ in range(2))
     gate[7, 3] = np.nan
     w, weights = whole(rng, G, F, D, most=2) / 4, (1 + whole(rng, R, dtype=np.float32)) / 4
 
@@ -316,13 +328,17 @@ def _unit_backward(activation: str, rng) -> Problem:
         from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
 
         how = {"activation": activation, "panel": 2, "cores": current_device().cores}
-        dgate, dup, h, dots = bwd_triton(dy, w, gate, up, weights, offsets, **how)
-        return dgate, dup, h, jnp.sum(dots, axis=0)
+        pre = (jnp.concatenate([gate, up], axis=1),) if joined else (gate, up)
+        *dpre, h, dots = bwd_triton(dy, w, pre, weights, offsets, **how)
+        return *(jnp.split(dpre[0], 2, axis=1) if joined else dpre), h, jnp.sum(dots, axis=0)
 
     def want():
-        dh = product(dy, w.swapaxes(1, 2), offsets)
-        value, slope = map(np.asarray, activations.activate_and_slope(put(gate, jnp.float32), activation))
-        h, weight = value * up.astype(np.float32), weights[:, None]
-        return dh * weight * up.astype(np.float32) * slope, dh * weight * value, h * weight, (dh * h).sum(1)
+        dh, weight = product(dy, w.swapaxes(1, 2), offsets), weights[:, None]
+        pre = put(gate, jnp.float32), put(up, jnp.float32)
+        h, dpre = (
+            np.asarray(activations.unit(activation, *pre)),
+            activations.unit_gradients(activation, *pre, dh * weight),
+        )
+        return *map(np.asarray, dpre), h * weight, (dh * h).sum(1)
 
     return Problem(run, (dy, w, gate.astype(dy.dtype), up.astype(dy.dtype), weights, offsets), want, close=3)

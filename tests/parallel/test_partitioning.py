@@ -163,6 +163,23 @@ def test_tokens_of_a_layer(save, backend):
     assert sorted(dims for opcode, dims in sent if len(dims) == 3) == [(G, D, F), (G, D, F), (G, F, D)]
 
 
+@pytest.mark.parametrize("form", ["biases", "joined", "alone"])
+def test_other_forms_of_a_layer(form):
+    """Biases are added once, also where the hidden columns are split."""
+    operands, places = layer_operands(), ROWS | {"up": P(None, None, "fsdp"), "down": P(None, "fsdp")}
+    up_only = {name: x for name, x in operands.items() if name != "gate"}
+    if form == "alone":
+        op = lambda a: jaxops.moe_mlp(a["x"], None, a["up"], a["down"], jaxops.route(a["logits"], 2))
+    elif form == "joined":
+        op = lambda a: jaxops.moe_mlp(a["x"], a["up"], None, a["down"], jaxops.route(a["logits"], 2))
+        up_only |= draw(up=(G, D, 2 * F))
+    else:
+        up_only, names = operands | draw(b_gate=(G, F), b_up=(G, F), b_down=(G, D)), ("b_gate", "b_up", "b_down")
+        op = lambda a: layer(a, biases=tuple(a[name] for name in names))
+    check(op, up_only, places)
+    check(op, up_only, places | {"x": P("data"), "logits": P("data")})
+
+
 def test_pieces_of_a_layer():
     """A piece's weight gradients are added to those of the pieces before."""
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxops._lib.arrays.checks import type_name
+
 
 def vary_together(*operands: Any) -> tuple:
     """The operands, pytrees of arrays, with every array marked as varying over each manual mesh axis that any varies
@@ -29,6 +31,23 @@ def vary_together(*operands: Any) -> tuple:
             raise ValueError(f"{found}: call inside jax.shard_map, or make the mesh with {auto}.")
     axes = set().union(*map(_axes, types))
     return jax.tree.map(lambda x: _mark(x, axes), operands)
+
+
+def axis_index(axis_name: Any) -> jax.Array:
+    """This device's number on a mesh axis of the `jax.shard_map` around the call.
+
+    Raises:
+      TypeError: axis_name is no string.
+      ValueError: there is no such axis.
+    """
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name is {type_name(axis_name)}; it must be the name of one mesh axis.")
+    try:
+        return lax.axis_index(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis here: call inside jax.shard_map over a mesh that has it."
+        ) from None
 
 
 def vary_as(like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:

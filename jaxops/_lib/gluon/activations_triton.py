@@ -4,7 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language import PropagateNan
 
+from jaxops._lib.numerics import activations
+
 NAN = gl.constexpr(PropagateNan.ALL)
+OAI_LIMIT, OAI_SLOPE = gl.constexpr(activations.OAI_LIMIT), gl.constexpr(activations.OAI_SLOPE)
 
 
 @gluon.jit
@@ -43,12 +46,35 @@ def activate_and_slope(x, ACTIVATION: gl.constexpr):
     elif ACTIVATION == "sigmoid":
         y = _sigmoid(x)
         slope = y - y * y
+    elif ACTIVATION == "swiglu_oai":
+        v = gl.minimum(x, OAI_LIMIT, propagate_nan=NAN)
+        s = _sigmoid(OAI_SLOPE * v)
+        y = v * s
+        slope = gl.where(x > OAI_LIMIT, 0.0, s + OAI_SLOPE * (y - y * s))
     else:
         gl.static_assert(ACTIVATION == "silu")
         s = _sigmoid(x)
         y = x * s
         slope = s + (y - y * s)
     return y, slope
+
+
+@gluon.jit
+def linear_part(up, ACTIVATION: gl.constexpr):
+    """The unit's factor beside the activated gate, in float32."""
+    up = up.to(gl.float32)
+    if ACTIVATION == "swiglu_oai":
+        up = gl.maximum(gl.minimum(up, OAI_LIMIT, propagate_nan=NAN), -OAI_LIMIT, propagate_nan=NAN) + 1.0
+    return up
+
+
+@gluon.jit
+def through_linear_part(gradient, up, ACTIVATION: gl.constexpr):
+    """up's gradient from that of `linear_part`."""
+    if ACTIVATION == "swiglu_oai":
+        up = up.to(gl.float32)
+        gradient = gl.where((up > OAI_LIMIT) | (up < -OAI_LIMIT), 0.0, gradient)
+    return gradient
 
 
 @gluon.jit

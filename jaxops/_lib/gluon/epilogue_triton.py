@@ -16,6 +16,7 @@ The loop loads the operands. They are arrays or numbers, each with the name of i
 
 - "rows": [M], as [rows, 1]. Loaded before the products.
 - "columns": [G, N], the group's, as [1, columns]; zeros outside the groups.
+- "beside": [G, 2 N], of operands "beside": the group's, as [1, columns]; zeros outside the groups.
 - "groups": [G], the group's number; zero outside the groups.
 - "tile": [M, N] like a result, as [rows, columns].
 - "value": given as it is.
@@ -32,7 +33,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from jaxops._lib.gluon.gemm_triton import COLUMNS, mainloop, next_tile, skip_tile
 from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.split_sums_triton import add_parts, is_first_part, number_of_tile
-from jaxops._lib.gluon.stores_triton import pointers_to_tile, split_columns, store, store_tile, store_window, window
+from jaxops._lib.gluon.stores_triton import (
+    pointers_to_tile,
+    split_columns,
+    store,
+    store_tile,
+    store_window,
+    window,
+    window_of_half,
+)
 from jaxops._lib.gluon.tile_scheduler_triton import RING, opaque
 
 
@@ -99,6 +108,13 @@ def load_operand(arg, tile, N, KIND: gl.constexpr, SHAPE: gl.constexpr):
         cols = tile.col + column_numbers(SHAPE)
         mask = cols < gl.where(tile.group >= 0, N, 0) // 8 * 8  # no change: tells the compiler of the alignment
         return gl.load(arg + tile.group * N + cols, mask=mask, other=0.0)[None, :]
+    elif KIND == "beside":
+        HALF: gl.constexpr = SHAPE[1] // 2
+        number = column_numbers(SHAPE)
+        width = N // 8 * 8
+        cols = tile.col + number % HALF
+        mask = cols < gl.where(tile.group >= 0, width, 0)
+        return gl.load(arg + tile.group * 2 * width + (number // HALF * width + cols), mask=mask, other=0.0)[None, :]
     elif KIND == "groups":
         return gl.load(arg + tile.group, mask=tile.group >= 0, other=0.0)
     elif KIND == "tile":
@@ -123,10 +139,10 @@ def apply(
 
 
 @gluon.jit
-def store_value(value, desc, ptr, buf, tile, N, PENDING: gl.constexpr):
+def store_value(value, desc, ptr, buf, tile, N, PENDING: gl.constexpr, HALF: gl.constexpr):
     MMA: gl.constexpr = accumulator(value.shape[1], gl.num_ctas())
     value = gl.convert_layout(value, MMA, assert_trivial=True)
-    store(value, desc, ptr, buf, tile.row, tile.end, tile.col, N, MMA, True, PENDING)
+    store(value, desc, ptr, buf, tile.row, tile.end, tile.col, N, MMA, True, PENDING, HALF)
 
 
 @gluon.jit
@@ -136,7 +152,7 @@ def store_piece(
 ):  # fmt: skip
     """Runs the epilogue and stores each value. Returns the next turn among the consumer's buffers: a store fills one
     while the last is read."""
-    descs, ptrs, bufs, widths = out
+    descs, ptrs, bufs, widths, halves = out
     BUFFERS: gl.constexpr = bufs.shape[0] // 2
     values = apply(acc, (), args, tile, N, 0, KINDS, EPILOGUE, VARIANT)
     if widths is None:
@@ -144,13 +160,13 @@ def store_piece(
             if ptrs[r] is not None:
                 gl.static_assert(len(values[r].shape) == 2, "a number for each row needs a loaded result beside it")
                 buf = bufs.index(WHICH if BUFFERS == 1 else BUFFERS * WHICH + turn)
-                store_value(values[r], descs[r], ptrs[r], buf, tile, N, BUFFERS - 1)
+                store_value(values[r], descs[r], ptrs[r], buf, tile, N, BUFFERS - 1, halves[r])
                 if BUFFERS > 1:
                     turn = (turn + 1) % BUFFERS
     else:
         for p in gl.static_range(len(widths)):
             if (tile.pair == p) & (tile.col < widths[p]):
-                store_value(values[0], descs[p], ptrs[p], bufs.index(WHICH), tile, widths[p], 0)
+                store_value(values[0], descs[p], ptrs[p], bufs.index(WHICH), tile, widths[p], 0, -1)
     return turn
 
 
@@ -171,8 +187,9 @@ def store_pieces(
 
 
 @gluon.jit
-def start_loads(descs, bufs, ready, tile, WHICH: gl.constexpr, LOADED: gl.constexpr):
+def start_loads(out, ready, tile, WHICH: gl.constexpr, LOADED: gl.constexpr):
     """Loads results' contents into the buffers that the last stores have finished reading."""
+    descs, _, bufs, _, halves = out
     BUFFERS: gl.constexpr = bufs.shape[0] // 2
     tma.store_wait(0)
     fence_async_shared()
@@ -180,7 +197,7 @@ def start_loads(descs, bufs, ready, tile, WHICH: gl.constexpr, LOADED: gl.conste
     first, at = window(tile.row, tile.end, bufs.shape[1])
     for r in gl.static_range(LOADED):
         buf = bufs.index(BUFFERS * WHICH + r).reshape([1, bufs.shape[1], bufs.shape[2]])
-        tma.async_load(descs[r], [first, at, tile.col], ready, buf)
+        tma.async_load(descs[r], [window_of_half(first, halves[r]), at, tile.col], ready, buf)
 
 
 @gluon.jit
@@ -190,7 +207,7 @@ def store_in_place(
 ):  # fmt: skip
     """Runs the epilogue on a tile's quarters, whose contents of results are loaded: each is read, then overwritten, by
     the same consumer. The first half's loads have started. Returns the parity of the next loads' mbarrier."""
-    descs, ptrs, bufs, _ = out
+    descs, ptrs, bufs, _, halves_of = out
     BUFFERS: gl.constexpr = bufs.shape[0] // 2
     MMA: gl.constexpr = accumulator(PIECE[1])
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -199,7 +216,7 @@ def store_in_place(
     for j in gl.static_range(2):
         half = piece_of(tile, 0, j * PIECE[1])
         if j > 0:
-            start_loads(descs, bufs, ready, half, WHICH, LOADED)
+            start_loads(out, ready, half, WHICH, LOADED)
         mbarrier.wait(ready, parity)
         parity ^= 1
         quarters = split_rows(halves[j])
@@ -225,11 +242,12 @@ def store_in_place(
             if min(half.row + bufs.shape[1], half.end) >= bufs.shape[1]:
                 fence_async_shared()
                 for r in gl.static_range(BUFFERS):
-                    store_window(descs[r], bufs.index(BUFFERS * WHICH + r), half.row, half.end, half.col)
+                    buf = bufs.index(BUFFERS * WHICH + r)
+                    store_window(descs[r], buf, half.row, half.end, half.col, halves_of[r])
             else:
                 for r in gl.static_range(BUFFERS):
                     rows = bufs.index(BUFFERS * WHICH + r).load(STORED)
-                    store_tile(rows, ptrs[r], half.row, half.end, half.col, N, STORED, True)
+                    store_tile(rows, ptrs[r], half.row, half.end, half.col, N, STORED, True, halves_of[r])
     return parity
 
 
@@ -275,7 +293,7 @@ def consume(
     LOADED a quarter. LOADED: how many results, the first ones, are loaded before. ACCUMULATE: the sums are added to
     what the result holds. CUT: sums have parts. PAIRED: a tile's label is its pair of operands, not its group.
     """
-    descs, ptrs = out[0], out[1]
+    ptrs = out[1]
     N = sizes[3]
     DOWN: gl.constexpr = pipe.BM // pipe.SPLIT // PIECE[0]
     s = 0
@@ -290,7 +308,7 @@ def consume(
             zero = gl.to_tensor(0)
             tile = Tile(zero if PAIRED else label, label if PAIRED else zero, row, end, col, pipe.a.dtype)
             if LOADED > 0:
-                start_loads(descs, out[2], pipe.loads.index(WHICH), tile, WHICH, LOADED)
+                start_loads(out, pipe.loads.index(WHICH), tile, WHICH, LOADED)
             vectors = load_rows(args, tile, KINDS, PIECE, DOWN)
             acc = start_sum(pipe, label, tile, N, ptrs[0], ACCUMULATE, CUT)
             acc, s, phase = mainloop(pipe, acc, steps, s, phase, WHICH)

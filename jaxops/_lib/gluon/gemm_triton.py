@@ -153,8 +153,9 @@ def finish_tiles(pipe, s, phase):
 
 
 @gluon.jit
-def load_b(pipe, b_descs, full, s, matrix, at, col, BESIDE: gl.constexpr):
-    """B's step at `at`. BESIDE: of two arrays of weights, side by side in one tile."""
+def load_b(pipe, b_descs, full, s, matrix, at, col, N, BESIDE: gl.constexpr):
+    """B's step at `at`. BESIDE: of two arrays of weights, or of the halves of one, [G, K, 2 N], side by side in one
+    tile. There the first half's box may reach into the second: those columns are not stored."""
     CLUSTER: gl.constexpr = gl.num_ctas() > 1
     if pipe.TRANSPOSED:
         tma.async_load(b_descs[0], [matrix, col, at], full, as_block(pipe.b.index(s), b_descs[0]), multicast=CLUSTER)
@@ -162,13 +163,16 @@ def load_b(pipe, b_descs, full, s, matrix, at, col, BESIDE: gl.constexpr):
         HALF: gl.constexpr = pipe.BN // 2
         tile = pipe.b.index(s).reshape([1, BK, pipe.BN])
         tma.async_load(b_descs[0], [matrix, at, col], full, tile.slice(0, HALF, dim=2))
-        tma.async_load(b_descs[1], [matrix, at, col], full, tile.slice(HALF, HALF, dim=2))
+        if len(b_descs) == 1:
+            tma.async_load(b_descs[0], [matrix, at, N + col], full, tile.slice(HALF, HALF, dim=2))
+        else:
+            tma.async_load(b_descs[1], [matrix, at, col], full, tile.slice(HALF, HALF, dim=2))
     else:
         tma.async_load(b_descs[0], [matrix, at, col], full, as_block(pipe.b.index(s), b_descs[0]), multicast=CLUSTER)
 
 
 @gluon.jit
-def load_step(pipe, a_desc, b_descs, full, s, matrix, row, at, left, col, both, BESIDE: gl.constexpr):
+def load_step(pipe, a_desc, b_descs, full, s, matrix, row, at, left, col, N, both, BESIDE: gl.constexpr):
     """A step of both operands. CONTRACTION: of `left` rows of a group, from `at` on, through `step_windows`. both:
     whether the second half of the tile's rows exists; it is not loaded otherwise, since short groups are bound by the
     L2."""
@@ -177,7 +181,7 @@ def load_step(pipe, a_desc, b_descs, full, s, matrix, row, at, left, col, both, 
         for i in gl.static_range(pipe.SPLIT):
             buf = pipe.a.index(pipe.SPLIT * s + i)
             tma.async_load(a_desc, [row + i * PART, at], full, buf, pred=both if i > 0 else True)
-        load_b(pipe, b_descs, full, s, matrix, at, col, BESIDE)
+        load_b(pipe, b_descs, full, s, matrix, at, col, N, BESIDE)
     else:
         # The last step of a group: the box starts before the window, where TMA fills in zeros, and ends with the group.
         # In which of the step's rows they lie does not matter to the sum.
@@ -202,18 +206,18 @@ def gather_pointers(gather, K, row, inside, PART: gl.constexpr):
 
 
 @gluon.jit
-def load_gathered(pipe, b_descs, s, rows, matrix, at, col, BESIDE: gl.constexpr):
+def load_gathered(pipe, b_descs, s, rows, matrix, at, col, N, BESIDE: gl.constexpr):
     """A step of B by TMA, and of A by the producer's threads. rows: by `gather_pointers`, of both consumers."""
     upper, upper_mask, lower, lower_mask = rows
     mbarrier.expect(pipe.full.index(s), b_descs[0].nbytes_per_cta * (2 if BESIDE else 1))
-    load_b(pipe, b_descs, pipe.full.index(s), s, matrix, at, col, BESIDE)
+    load_b(pipe, b_descs, pipe.full.index(s), s, matrix, at, col, N, BESIDE)
     async_copy.async_load(pipe.a.index(2 * s), upper + at, mask=upper_mask)
     async_copy.async_load(pipe.a.index(2 * s + 1), lower + at, mask=lower_mask)
     async_copy.mbarrier_arrive(pipe.full.index(s), increment_count=False)
 
 
 @gluon.jit
-def load_pair(pipe, a_descs, b_descs, s, pair, matrix, row, end, at, left, col, BESIDE: gl.constexpr):
+def load_pair(pipe, a_descs, b_descs, s, pair, matrix, row, end, at, left, col, N, BESIDE: gl.constexpr):
     """A step of the operands a_descs[pair] and b_descs[pair], by TMA. BESIDE: of a_descs[0] and all b_descs."""
     A_BYTES: gl.constexpr = a_descs[0].nbytes_per_cta
     B_BYTES: gl.constexpr = b_descs[0].nbytes_per_cta * (2 if BESIDE else 1)
@@ -225,11 +229,11 @@ def load_pair(pipe, a_descs, b_descs, s, pair, matrix, row, end, at, left, col, 
     else:
         mbarrier.expect(full, pipe.SPLIT * A_BYTES + B_BYTES)
     if len(a_descs) == 1:
-        load_step(pipe, a_descs[0], b_descs, full, s, matrix, row, at, left, col, both, BESIDE)
+        load_step(pipe, a_descs[0], b_descs, full, s, matrix, row, at, left, col, N, both, BESIDE)
     else:
         for p in gl.static_range(len(a_descs)):
             if pair == p:
-                load_step(pipe, a_descs[p], (b_descs[p],), full, s, matrix, row, at, left, col, both, False)
+                load_step(pipe, a_descs[p], (b_descs[p],), full, s, matrix, row, at, left, col, N, both, False)
 
 
 @gluon.jit
@@ -313,14 +317,14 @@ def produce(
             if steps == 0:
                 mbarrier.arrive(pipe.full.index(s), count=GATHER_ARRIVALS if GATHERED else 1)
             elif GATHERED:
-                load_gathered(pipe, b_descs, s, (upper, upper_mask, lower, lower_mask), matrix, at, col, BESIDE)
+                load_gathered(pipe, b_descs, s, (upper, upper_mask, lower, lower_mask), matrix, at, col, N, BESIDE)
             elif OPERANDS == "sum":
                 summand = gl.where(at < second, 0, 1)
                 k = at - summand * second
-                load_pair(pipe, a_descs, b_descs, s, summand, matrix, row, end, k, 0, col, False)
+                load_pair(pipe, a_descs, b_descs, s, summand, matrix, row, end, k, 0, col, N, False)
             else:
                 left = min(first + size - at, BK)
-                load_pair(pipe, a_descs, b_descs, s, pair, matrix, row, end, at, left, col, BESIDE)
+                load_pair(pipe, a_descs, b_descs, s, pair, matrix, row, end, at, left, col, N, BESIDE)
             s, phase = advance(s, phase, pipe.STAGES)
         t, turn = receive_tile(following, t, schedule + COLUMNS * entries, turn, GATHERED)
     finish_tiles(pipe, s, phase)

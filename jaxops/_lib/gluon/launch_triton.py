@@ -84,20 +84,25 @@ triton_lib = _corrected(jax_triton.triton_lib)
 TensorDescriptor = triton_lib.TensorDescriptor
 
 
-def row_windows(x: jax.Array, block: tuple[int, int], layout) -> TensorDescriptor:
+def row_windows(x: jax.Array, block: tuple[int, int], layout, halves: int = 1) -> TensorDescriptor:
     """A TMA descriptor of x[rows, columns] as overlapping windows of block[0] rows: [first row of the window, row in
     it, column].
 
     One window starts at each row. A box inside a window that ends where a group ends is cut off there: loads fill in
     zeros behind it, stores write nothing. So the last rows of a group need no mask and no descriptor of their own.
+
+    halves: 2: a row's columns are two halves, and a box lies in one: windows 2 i and 2 i + 1 are those of row i.
     """
     (rows, columns), height = x.shape, block[0]
-    shape = (max(rows - height + 1, 1), min(height, rows), columns)
-    step = columns if rows > height else rows * columns  # a single window has no next one
+    width = columns // halves
+    shape = (halves * max(rows - height + 1, 1), min(height, rows), width)
+    step = width if rows > height or halves > 1 else rows * columns  # a single window has no next one
     return TensorDescriptor(x, shape, (step, columns, 1), (1, *block), layout)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["before"], meta_fields=["block", "layout", "result"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["before"], meta_fields=["block", "layout", "result", "halves"]
+)
 @dataclasses.dataclass(frozen=True)
 class OutTile:
     """An operand that becomes a TMA descriptor of a result.
@@ -107,12 +112,14 @@ class OutTile:
       layout: of the shared memory that is stored: of three dimensions for `row_windows`, of two for a plain descriptor.
       before: an array that gives its memory and contents to the result; None: uninitialised memory.
       result: number of the result.
+      halves: as in `row_windows`.
     """
 
     block: tuple[int, int]
     layout: Any
     before: jax.Array | None = None
     result: int = 0
+    halves: int = 1
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
@@ -240,8 +247,10 @@ def _launch(
         if isinstance(argument, OutTile):
             aliases[number] = argument.result
             before = allocated(*results[argument.result]) if argument.before is None else argument.before
-            describe = row_windows if argument.layout.rank == 3 else TensorDescriptor.from_array
-            arguments[i] = describe(before, argument.block, layout=argument.layout)
+            if argument.layout.rank == 3:
+                arguments[i] = row_windows(before, argument.block, argument.layout, argument.halves)
+            else:
+                arguments[i] = TensorDescriptor.from_array(before, argument.block, layout=argument.layout)
         elif isinstance(argument, Scratch):
             aliases[number] = len(types)
             arguments[i] = argument.array

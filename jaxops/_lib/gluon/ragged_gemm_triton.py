@@ -36,13 +36,22 @@ def ragged_gemm_kernel(
     PANEL: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr,
     OPERANDS: gl.constexpr, BUFFERS: gl.constexpr, CUT: gl.constexpr, COUNT: gl.constexpr, LOCATE: gl.constexpr,
     PIECE: gl.constexpr, LOADED: gl.constexpr, ACCUMULATE: gl.constexpr, KINDS: gl.constexpr, EPILOGUE: gl.constexpr,
-    VARIANT: gl.constexpr,
+    VARIANT: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     GATHERED: gl.constexpr = gather is not None
     PAIRED: gl.constexpr = OPERANDS == "pairs"
     pipe = make_pipeline(b_descs[0].dtype, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED)
     bufs = result_buffers(ptr_0, 2 * BUFFERS, desc_0.block_shape[1], desc_0.block_shape[2])
-    out = ((desc_0, desc_1, desc_2, desc_3), (ptr_0, ptr_1, ptr_2, ptr_3), bufs, widths)
+    # One of each value of the epilogue: a result in halves has two.
+    descs = (desc_0, desc_1, desc_2, desc_3)
+    ptrs = (ptr_0, ptr_1, ptr_2, ptr_3)
+    if HALVES[0] == 0:
+        descs = (desc_0, desc_0, desc_1, desc_2)
+        ptrs = (ptr_0, ptr_0, ptr_1, ptr_2)
+    elif HALVES[1] == 0:
+        descs = (desc_0, desc_1, desc_1, desc_2)
+        ptrs = (ptr_0, ptr_1, ptr_1, ptr_2)
+    out = (descs, ptrs, bufs, widths, HALVES)
     work = (schedule, entries)
     # Registers of a thread: the producer has few, unless it computes addresses or chooses among pairs of operands.
     WARPS: gl.constexpr = GATHER_WARPS if GATHERED else 1
@@ -91,8 +100,9 @@ class Gemm:
       contraction: the groups divide the rows that are summed over (a weight gradient), not A's and C's rows.
       transposed: B is [G, N, K].
       programs: 2: a cluster computes a tile, and shares B. Not with ping_pong or gathered rows.
-      operands: "one" product; the "sum" of two of equal shapes; "beside": A times two arrays of weights, whose columns
-        lie beside each other in a tile; "pairs": a tile multiplies one of several pairs, which `order` chooses.
+      operands: "one" product; the "sum" of two of equal shapes; "beside": A times two arrays of weights [G, K, N], or
+        one [G, K, 2 N], whose columns (halves) lie beside each other in a tile; "pairs": a tile multiplies one of
+        several pairs, which `order` chooses.
       order: functions as `count_tiles` and `locate`.
       buffers: for stores, a consumer.
       split: contraction with operands="one": the most parts of a sum over all rows, see `schedule_parts`.
@@ -174,12 +184,14 @@ class Result:
       contents: what becomes of them: "kept" where the launch stores nothing; "added" to the products; "loaded" for the
         epilogue, tile by tile, before it overwrites them.
       tma: stored by TMA; else through its pointer only.
+      halves: 2: the array has twice as many columns, for two values of the epilogue; of one of the first two results.
     """
 
     type: jax.ShapeDtypeStruct
     before: jax.Array | None = None
     contents: Literal["kept", "added", "loaded"] = "kept"
     tma: bool = True
+    halves: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +253,8 @@ def ragged_gemm(
     else:
         schedule, entries = schedule_rows(offsets, M, gemm.bm, spans, panel=gemm.panel, zeros=zeros)
     layout = tile_layout(results[0].type.dtype, (1, *gemm.stored), over_cluster(gemm.programs, 0, 1, 0))
-    descs = [OutTile(gemm.stored, layout, x.before, i) if x.tma else None for i, x in enumerate(results)]
+    descs = [OutTile(gemm.stored, layout, x.before, i, x.halves) if x.tma else None for i, x in enumerate(results)]
+    halves = [half for x in results for half in ((-1,) if x.halves == 1 else (0, 1))]
     named = {f"desc_{i}": desc for i, desc in enumerate([*descs, *[None] * MOST_RESULTS][:MOST_RESULTS])}
     named |= {f"ptr_{i}": None for i in range(len(results), MOST_RESULTS)}
     kinds, values = zip(*args, strict=True) if args else ((), ())
@@ -254,6 +267,7 @@ def ragged_gemm(
         PANEL=gemm.panel, SPLIT=1 if gemm.ping_pong else 2,
         KIND=(CONTRACTION if gemm.contraction else ROWS).value, TRANSPOSED=gemm.transposed, OPERANDS=gemm.operands,
         BUFFERS=gemm.buffers, CUT=slots > 1, COUNT=gemm.order[0], LOCATE=gemm.order[1],
-        PIECE=gemm.piece or gemm.stored, LOADED=sum(x.contents == "loaded" for x in results),
+        PIECE=gemm.piece or gemm.stored, LOADED=sum(x.halves for x in results if x.contents == "loaded"),
         ACCUMULATE=results[0].contents == "added", KINDS=kinds, EPILOGUE=gemm.epilogue, VARIANT=gemm.variant,
+        HALVES=tuple([*halves, *[-1] * MOST_RESULTS][:MOST_RESULTS]),
     )[:wanted]  # fmt: skip

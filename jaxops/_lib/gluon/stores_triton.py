@@ -27,11 +27,17 @@ def as_block(buf, desc):
 
 
 @gluon.jit
-def store_window(desc, buf, row, end, col):
+def store_window(desc, buf, row, end, col, HALF: gl.constexpr = -1):
     """Stores a buffer's rows by TMA as far as they lie before `end`, through `row_windows`. `end` is at least the
-    buffer's height."""
+    buffer's height. HALF: see `pointers_to_tile`."""
     first, at = window(row, end, buf.shape[0])
-    tma.async_store(desc, [first, at, col], as_block(buf, desc))
+    tma.async_store(desc, [window_of_half(first, HALF), at, col], as_block(buf, desc))
+
+
+@gluon.jit
+def window_of_half(first, HALF: gl.constexpr):
+    """In a `row_windows` descriptor of an array's halves."""
+    return first if HALF < 0 else 2 * first + HALF
 
 
 SECTOR = gl.constexpr(SECTOR_BYTES)
@@ -48,11 +54,15 @@ def stored_by_tma(ptr, row, end, N, BM: gl.constexpr):
 
 
 @gluon.jit
-def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.constexpr, PENDING: gl.constexpr = 0):
+def store(
+    acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.constexpr, PENDING: gl.constexpr = 0,
+    HALF: gl.constexpr = -1,
+):  # fmt: skip
     """Stores a consumer's rows of a tile of C that lie before `end`; at least one does.
 
     desc: C as `row_windows`; or as a plain descriptor, which stores whole tiles only; or None. ALIGNED: C's rows start
     at multiples of 16 bytes (required by desc). PENDING: how many TMA stores from other buffers may still be in flight.
+    HALF: see `pointers_to_tile`.
     """
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
@@ -69,17 +79,17 @@ def store(acc, desc, ptr, buf, row, end, col, N, MMA: gl.constexpr, ALIGNED: gl.
             tma.store_wait(0)
         buf.store(acc.to(ptr.dtype.element_ty))
         if desc is None:
-            store_tile(buf.load(LAYOUT), ptr, row, end, col, N, LAYOUT, ALIGNED)
+            store_tile(buf.load(LAYOUT), ptr, row, end, col, N, LAYOUT, ALIGNED, HALF)
         elif PLAIN and row + BM <= end:
             fence_async_shared()
             tma.async_store(desc, [row, col], buf)
         elif not PLAIN and stored_by_tma(ptr, row, end, N, BM):
             fence_async_shared()
-            store_window(desc, buf, row, end, col)
+            store_window(desc, buf, row, end, col, HALF)
         else:
-            store_tile(buf.load(LAYOUT), ptr, row, end, col, N, LAYOUT, ALIGNED)
+            store_tile(buf.load(LAYOUT), ptr, row, end, col, N, LAYOUT, ALIGNED, HALF)
     else:  # no buffer: from registers. float32 fills whole 32-byte sectors; 16 bits only where shared memory is short
-        store_tile(acc.to(ptr.dtype.element_ty), ptr, row, end, col, N, MMA, ALIGNED)
+        store_tile(acc.to(ptr.dtype.element_ty), ptr, row, end, col, N, MMA, ALIGNED, HALF)
 
 
 @gluon.jit
@@ -112,20 +122,28 @@ def split_columns(x):
 
 
 @gluon.jit
-def pointers_to_tile(ptr, row, end, col, N, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
-    """Pointers to a tile of an array with N columns, and the mask of those before row `end` and column N."""
+def pointers_to_tile(
+    ptr, row, end, col, N, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr, HALF: gl.constexpr = -1
+):
+    """Pointers to a tile of an array with N columns, and the mask of those before row `end` and column N. HALF: 0 for
+    the first half of an array with 2 N columns, 1 for the second."""
     stride = opaque(N)  # otherwise multiples of N, equal for all tiles, are kept in registers
     stride = stride // 8 * 8 if ALIGNED else stride  # tells the compiler that rows start at multiples of 16 bytes
     rows = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LAYOUT))
-    corner = ptr + (gl.cast(row, gl.int64) * stride + col)
+    first = col
+    step = stride
+    if HALF >= 0:
+        first += HALF * stride
+        step *= 2
+    corner = ptr + (gl.cast(row, gl.int64) * step + first)
     mask = (rows < end - row)[:, None] & (cols < stride - col)[None, :]
-    return corner + (rows[:, None] * stride + cols[None, :]), mask
+    return corner + (rows[:, None] * step + cols[None, :]), mask
 
 
 @gluon.jit
-def store_tile(tile, ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr):
-    pointers, mask = pointers_to_tile(ptr, row, end, col, N, tile.shape, LAYOUT, ALIGNED)
+def store_tile(tile, ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.constexpr, HALF: gl.constexpr = -1):
+    pointers, mask = pointers_to_tile(ptr, row, end, col, N, tile.shape, LAYOUT, ALIGNED, HALF)
     gl.store(pointers, tile, mask=mask)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxops._lib.arrays.checks import check_choice
 from jaxops._lib.numerics.instructions import exp2, rsqrt
 
+OAI_LIMIT, OAI_SLOPE = 7.0, 1.702  # of gpt-oss' unit
 _SQRT_HALF, _SQRT_2_OVER_PI, _DENSITY_AT_0 = 0.7071067811865476, 0.7978845608028654, 0.3989422804014327
 
 
@@ -56,6 +57,19 @@ def _sigmoid(u, sigmoid=jax.nn.sigmoid):
     return s, s * (1 - s)
 
 
+def _swiglu_oai_gate(u, sigmoid=jax.nn.sigmoid):
+    # The slope at the bound itself is that of below, as torch.clamp's. Comparisons, not minimum: as in _relu.
+    inside = jnp.logical_not(u > OAI_LIMIT)
+    v = jnp.where(inside, u, OAI_LIMIT)
+    s = sigmoid(OAI_SLOPE * v)
+    return v * s, jnp.where(inside, s * (1 + OAI_SLOPE * v * (1 - s)), 0.0)
+
+
+def _swiglu_oai_up(u):
+    below, above = u < -OAI_LIMIT, u > OAI_LIMIT
+    return jnp.where(above, OAI_LIMIT, jnp.where(below, -OAI_LIMIT, u)) + 1, above | below
+
+
 def _erf(x: jax.Array) -> jax.Array:
     """Abramowitz and Stegun 7.1.26, error at most 1.5e-7: Pallas does not lower erf to Triton."""
     t = 1 / (1 + 0.3275911 * jnp.abs(x))
@@ -73,10 +87,14 @@ ACTIVATIONS = {
     "sigmoid": _sigmoid,
 }
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"] | Callable[..., Any]
+# Of a gated unit, besides: gpt-oss', which clamps gate and up, and adds 1 to up.
+UNITS = ACTIVATIONS | {"swiglu_oai": _swiglu_oai_gate}
+UnitActivation = Literal["swiglu_oai"] | Activation
 # Names in configurations of other libraries, and functions that are known by identity.
 _ALIASES: dict[Any, str] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "swigluoai": "swiglu_oai",
     jax.nn.silu: "silu",
     jax.nn.gelu: "gelu_tanh",  # by default it is the approximation
     jax.nn.relu: "relu",
@@ -84,8 +102,8 @@ _ALIASES: dict[Any, str] = {
 }
 
 
-def activation_name(activation: Any, *, optional: bool = False) -> Any:
-    """The key of ACTIVATIONS that a user's activation means; optional: or None.
+def activation_name(activation: Any, *, optional: bool = False, unit: bool = False) -> Any:
+    """The key of ACTIVATIONS that a user's activation means, with unit of UNITS; optional: or None.
 
     Raises:
       ValueError: another name or function.
@@ -97,7 +115,8 @@ def activation_name(activation: Any, *, optional: bool = False) -> Any:
     elif isinstance(activation, Hashable):
         name = _ALIASES.get(activation, activation)
     functions = "one of jax.nn.silu, jax.nn.gelu, jax.nn.relu or jax.nn.sigmoid"
-    check_choice("activation", name, (None, *ACTIVATIONS) if optional else ACTIVATIONS, functions)
+    known = UNITS if unit else ACTIVATIONS
+    check_choice("activation", name, (None, *known) if optional else known, functions)
     return name
 
 
@@ -109,7 +128,7 @@ def activate(u: jax.Array, activation: str | None) -> jax.Array:
         return jax.nn.relu(u)
     if activation == "relu2":
         return jnp.square(jax.nn.relu(u))
-    return u if activation is None else ACTIVATIONS[activation](u)[0]
+    return u if activation is None else UNITS[activation](u)[0]
 
 
 def activate_and_slope(
@@ -121,12 +140,19 @@ def activate_and_slope(
 
 def unit(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
     """The gated unit act(gate) * up, in float32."""
-    value, _ = ACTIVATIONS[activation](gate.astype(jnp.float32))
-    return value * up.astype(jnp.float32)
+    value, _ = UNITS[activation](gate.astype(jnp.float32))
+    return value * linear_part(activation, up.astype(jnp.float32))[0]
 
 
 def unit_gradients(activation: str, gate: jax.Array, up: jax.Array, dh: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The gradients of gate and up from that of the gated unit, in float32."""
-    value, slope = ACTIVATIONS[activation](gate.astype(jnp.float32))
+    value, slope = UNITS[activation](gate.astype(jnp.float32))
     dh = dh.astype(jnp.float32)
-    return dh * up.astype(jnp.float32) * slope, dh * value
+    factor, clamped = linear_part(activation, up.astype(jnp.float32))
+    return dh * factor * slope, dh * value if clamped is None else jnp.where(clamped, 0.0, dh * value)
+
+
+def linear_part(activation: str, up: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The unit's factor beside the activated gate, and where float32 up is clamped, None for nowhere: its derivative is
+    0 there, and else 1."""
+    return _swiglu_oai_up(up) if activation == "swiglu_oai" else (up, None)

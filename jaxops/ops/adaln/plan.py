@@ -137,8 +137,8 @@ def _resident(pass_name: str, tiles: Tiles, problem: Problem) -> int:
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     if call.backend == "xla" or call.plan.save_stats is not None:
         return {"save_stats": call.plan.save_stats if call.backend != "xla" else None}
-    # The backward is 2 to 12 % faster, for 1 % more forward.
-    return {"save_stats": (2048 if call.problem.gated else 6144) <= call.problem.D}
+    # Forward and backward together, D 5120 with a gate: 439 us, without 486; D 2432: 472 and 447.
+    return {"save_stats": (5120 if call.problem.gated else 6144) <= call.problem.D}
 
 
 def _block(D: int, most: int) -> int:
@@ -151,14 +151,18 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     mostly 8 to 16 columns a thread. The next step is loaded ahead, but where registers would be spilled."""
     D, fwd = problem.D, pass_name == "fwd"
     columns = -(-D // (narrow := _block(D, 1024))) * narrow
-    # Most columns of a thread: 16, with a gate 12 in bwd, which holds more of each. Wide rows of bwd without a gate are
-    # summed by half as many warps: 6 to 17 % faster from D 4096 on.
+    # At most 16 columns a thread; with a gate 12 in bwd, which holds more of each.
     plain = not (fwd or problem.gated)
-    warps = power_of_2(-(-columns // (1024 if plain and columns >= 4096 else 512 if fwd or plain else 384)))
+    warps = power_of_2(-(-columns // (512 if fwd or plain else 384)))
     warps = 1 if fwd and columns <= 1024 else min(warps, 16 if fwd else 32)
     if 2048 < columns <= 2560 and not (fwd and problem.gated):
         warps = 4  # 8 % faster than 8
     block = _block(D, 1024 if plain else min(4096, max(1024, 256 * warps)))  # 8 columns a thread are a 16-byte load
+    if not fwd and columns > 2560:
+        # A row's sums wait for all warps: by twice as many 6 to 22 % slower at D 4096 and 7168.
+        block = _block(D, 1024 if plain else 2048)
+        warps = max(8, block // 128, power_of_2(-(-columns // 1024)))
+        warps = 4 if plain and 4096 <= columns < 5120 else warps
     step = max(1, min(8, 512 // max(columns, 1)))
     if fwd and not problem.gated and 6144 < columns <= 8192:
         step = 2  # a multiprocessor has registers for one program, which loads two rows at a time

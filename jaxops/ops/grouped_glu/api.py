@@ -17,19 +17,20 @@ from jaxops._lib.arrays.checks import (
     check_offsets,
     check_size,
     compute_dtype_of,
+    type_name,
 )
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.partitioning import Part, partitioned
 from jaxops._lib.arrays.precision import named_cast, resolve_precision
-from jaxops._lib.numerics.activations import Activation, activation_name
+from jaxops._lib.numerics.activations import UnitActivation, activation_name
 from jaxops._lib.planning.device import device_of
 from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.grouped_glu.fwd_pallas import fwd_pallas
-from jaxops.ops.grouped_glu.plan import SAVES, FusedTiles, Halves, Plan, Problem, Spec, make_plan
+from jaxops.ops.grouped_glu.plan import SAVES, Biases, FusedTiles, Halves, Plan, Problem, Spec, make_plan
 from jaxops.ops.grouped_glu.unit_pallas import unit_bwd_pallas, unit_fwd_pallas
 from jaxops.ops.grouped_glu.xla import bwd_xla, fwd_xla
-from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
+from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad, sums_of_groups
 
 
 def grouped_glu(
@@ -38,7 +39,8 @@ def grouped_glu(
     w_up: jax.Array | None,
     group_offsets: jax.Array,
     *,
-    activation: Activation = "silu",
+    biases: tuple[jax.Array | None, jax.Array | None] | None = None,
+    activation: UnitActivation = "silu",
     compute_dtype=None,
     precision: lax.PrecisionLike = None,
     save: Literal["preactivations", "nothing"] = "preactivations",
@@ -46,11 +48,11 @@ def grouped_glu(
     plan: Plan | None = None,
 ) -> jax.Array:
     """A gated linear unit for each group of rows: `h[rows of g] = act(x[rows of g] @ w_gate[g]) * (x[rows of g] @
-    w_up[g])`.
+    w_up[g])`, with biases added to the products.
 
     The first half of a mixture of experts' experts (SwiGLU with "silu"); `grouped_matmul` with the down projection is
     the second. Groups, rows outside them, offsets and determinism: as in `grouped_matmul`. Differentiable (reverse
-    mode, any order) in x, w_gate and w_up; the gradients of an empty group are exactly zero. The gradient of x is
+    mode, any order) in x, weights and biases; the gradients of an empty group are exactly zero. The gradient of x is
     summed over both products in float32.
 
     >>> import jax.numpy as jnp, jaxops
@@ -68,9 +70,13 @@ def grouped_glu(
         store them: then forward, gradient of x and weight gradient are one product each.
       group_offsets: [G + 1] int32, non-decreasing, from 0 to M. Other values give unspecified rows, but no access out
         of bounds.
+      biases: None, or one for each of w_gate and w_up (or None): [G, its columns], of any of the dtypes, added in
+        float32. With one array of weights `([G, 2 F], None)`. Their gradients are summed in float32.
       activation: of the gate, in float32, after rounding the gate to the compute dtype: "silu" ("swish"), "gelu" (the
         exact one, by erf), "gelu_tanh" ("gelu_pytorch_tanh"), "relu", "relu2" (its square), "sigmoid"; or one of
-        jax.nn's functions silu, gelu (a functools.partial with `approximate`, too), relu, sigmoid.
+        jax.nn's functions silu, gelu (a functools.partial with `approximate`, too), relu, sigmoid. Or "swiglu_oai"
+        ("swigluoai"), gpt-oss' unit: with gate at most 7, and up between -7 and 7, `gate * sigmoid(1.702 * gate) * (up
+        + 1)`; no gradient where they are clamped.
       compute_dtype: x and the weights are cast to it, and the pre-activations have it. Float32 weights keep float32
         gradients that are never rounded to it.
       precision: of float32 products, as in `grouped_matmul`.
@@ -84,8 +90,8 @@ def grouped_glu(
 
     Raises:
       ValueError: shapes that do not fit, an unknown activation, save or backend.
-      TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype; forward-mode
-        differentiation (JAX's own error).
+      TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype, biases that are no
+        tuple; forward-mode differentiation (JAX's own error).
       NotImplementedError: a precision algorithm that the kernels do not have.
 
     Residuals: "grouped_glu.x" (its cast), "grouped_glu.gate", "grouped_glu.up", "grouped_glu.gate_up",
@@ -114,7 +120,7 @@ def grouped_glu(
             raise TypeError(f"w_up is {w_up.dtype} and w_gate is {w_gate.dtype}: cast one of them.")
     compute = compute_dtype_of("x", x, "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
-    act: str = activation_name(activation)
+    act: str = activation_name(activation, unit=True)
     check_choice("save", save, SAVES)
     device = device_of(x, w_gate, group_offsets)
     problem = Problem(
@@ -124,22 +130,57 @@ def grouped_glu(
     x_dtype, w_dtype = jnp.dtype(x.dtype), jnp.dtype(w_gate.dtype)
     spec = Spec(plan, act, save == "preactivations", precision, compute, x_dtype, w_dtype, x_dtype)
     weights = (w_gate,) if w_up is None else (w_gate, w_up)
-    result: Any = _glu(spec, False, *vary_together(x, weights, group_offsets))
+    of_weights = check_biases(biases, {"w_gate": w_gate, "w_up": w_up})
+    result: Any = _glu(spec, False, *vary_together(x, weights, of_weights, group_offsets))
     return result[0]
 
 
+def check_biases(biases: Any, weights: dict[str, Any]) -> Biases:
+    """A bias or None for each of the weights [G, K, N] that are not None, from one for each of all, or None.
+
+    Raises:
+      ValueError, TypeError: biases that do not fit the weights.
+    """
+    if biases is None:
+        return (None,) * sum(w is not None for w in weights.values())
+    names = ", ".join(weights)
+    if not isinstance(biases, tuple) or len(biases) != len(weights):
+        got = f"a tuple of {len(biases)}" if isinstance(biases, tuple) else type_name(biases)
+        raise TypeError(f"biases is {got}; pass a tuple of a bias, or None, for each of {names}.")
+    for (name, w), bias in zip(weights.items(), biases, strict=True):
+        if bias is None:
+            continue
+        if w is None:
+            raise ValueError(f"biases has one for {name}, which is None: write None, and the bias beside its weights.")
+        check_float(f"the bias of {name}", bias, "[G, N]")
+        if bias.shape != (needed := (w.shape[0], w.shape[2])):
+            got = f"the bias of {name} has shape {tuple(bias.shape)}"
+            raise ValueError(f"{got}; it must be {needed}, a row for each group of {name} {tuple(w.shape)}.")
+    return tuple(bias for w, bias in zip(weights.values(), biases, strict=True) if w is not None)
+
+
+def biases_of_units(biases: Biases, weights: Halves) -> jax.Array | None:
+    """Gate's and up's biases as one array [G, 2 F] float32, gate's columns first; None without any."""
+    if all(bias is None for bias in biases):
+        return None
+    pairs = zip(biases, weights, strict=True)
+    full = [jnp.zeros(w.shape[::2], jnp.float32) if b is None else b.astype(jnp.float32) for b, w in pairs]
+    return jnp.concatenate(full, axis=1)
+
+
 def glu_of_rows(
-    x: jax.Array, weights: Halves, group_offsets: jax.Array, row_indices: jax.Array | None = None, *, activation: str,
-    precision, plan: Plan, save: bool,
+    x: jax.Array, weights: Halves, biases: Biases, group_offsets: jax.Array, row_indices: jax.Array | None = None, *,
+    activation: str, precision, plan: Plan, save: bool,
 ) -> tuple[jax.Array, Halves]:  # fmt: skip
-    """h, and with save gate and up, all [M, F], of operands of one dtype. For ops that build on this one: nothing is
-    checked, and plan is filled by `make_plan`. With row_indices [M] (a plan with `fused` only, no gradient) row m is
-    `x[row_indices[m]]`."""
+    """h [M, F], and with save the pre-activations, of x and weights of one dtype. For ops that build on this one:
+    nothing is checked, and plan is filled by `make_plan`. With row_indices [M] (a plan with `fused` only, no gradient)
+    row m is `x[row_indices[m]]`."""
     if row_indices is not None:
-        return _fused(plan, save, activation, precision, x, weights, group_offsets, row_indices)
+        bias = biases_of_units(biases, weights)
+        return _fused(plan, save, activation, precision, x, weights, bias, group_offsets, row_indices)
     dtype = jnp.dtype(x.dtype)
     spec = Spec(plan, activation, True, precision, dtype, dtype, dtype, dtype)
-    result: Any = _glu(spec, save, *vary_together(x, weights, group_offsets))
+    result: Any = _glu(spec, save, *vary_together(x, weights, biases, group_offsets))
     return result
 
 
@@ -158,24 +199,27 @@ def _fused(plan: Plan, save: bool, activation: str, precision, *operands) -> tup
     return h, tuple(pre)
 
 
-def _preactivations(spec: Spec, x: jax.Array, weights: Halves, offsets: jax.Array) -> Halves:
+def _preactivations(spec: Spec, x: jax.Array, weights: Halves, biases: Biases, offsets: jax.Array) -> Halves:
     product = functools.partial(grouped_matmul, precision=spec.precision, plan=spec.plan.products)
-    return tuple(product(x, w, offsets) for w in weights)
+    return tuple(product(x, w, offsets, bias=bias) for w, bias in zip(weights, biases, strict=True))
 
 
-def _glu_forward(spec: Spec, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array) -> Any:
+def _glu_forward(spec: Spec, keep: bool, x: jax.Array, weights: Halves, biases: Biases, offsets: jax.Array) -> Any:
     """(h, the pre-activations if keep, else ())."""
     two = len(weights) == 2  # of one weight the columns of gate and of up would be on other devices
-    axes, results = ("m.", "..n" if two else "...", "#"), "mn" if two else "m."
+    axes, results = (("m.", "..n", ".n", "#"), "mn") if two else (("m.", "...", "..", "#"), "m.")
     call = functools.partial(_glu_of_part, spec, keep)
-    return partitioned(call, (x, weights, offsets), axes, results, split="mn")
+    return partitioned(call, (x, weights, biases, offsets), axes, results, split="mn")
 
 
-def _glu_of_part(spec: Spec, keep: bool, _: Part, x: jax.Array, weights: Halves, offsets: jax.Array) -> Any:
+def _glu_of_part(
+    spec: Spec, keep: bool, _: Part, x: jax.Array, weights: Halves, biases: Biases, offsets: jax.Array
+) -> Any:
     x, weights = x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights)
     if spec.plan.fused is not None and 0 not in (*x.shape, *weights[0].shape):
-        return _fused(spec.plan, keep, spec.activation, spec.precision, x, weights, offsets)
-    pre = _preactivations(spec, x, weights, offsets)
+        bias = biases_of_units(biases, weights)
+        return _fused(spec.plan, keep, spec.activation, spec.precision, x, weights, bias, offsets)
+    pre = _preactivations(spec, x, weights, biases, offsets)
     return unit_forward(spec, pre, offsets), pre if keep else ()
 
 
@@ -186,26 +230,26 @@ def unit_forward(spec: Spec, pre: Halves, offsets: jax.Array) -> jax.Array:
     return unit_fwd_pallas(spec, spec.plan.fwd, pre, offsets, interpret=spec.plan.on.interpret)
 
 
-def _glu_fwd(spec: Spec, keep: bool, x: jax.Array, weights: Halves, offsets: jax.Array):
+def _glu_fwd(spec: Spec, keep: bool, x: jax.Array, weights: Halves, biases: Biases, offsets: jax.Array):
     # As in grouped_matmul: the casts are kept, and the call goes through the custom_vjp so that this rule has a
     # gradient.
     x = named_cast(x, spec.compute_dtype, "grouped_glu.x")
     weights = tuple(w.astype(spec.compute_dtype) for w in weights)
     inner = dataclasses.replace(spec, x_dtype=spec.compute_dtype, w_dtype=spec.compute_dtype)
-    result: Any = _glu(inner, keep or spec.save, x, weights, offsets)
+    result: Any = _glu(inner, keep or spec.save, x, weights, biases, offsets)
     h, pre = checkpoint_name(result[0], "grouped_glu.out"), result[1]
     names = ("gate_up",) if len(weights) == 1 else ("gate", "up")
     pre = tuple(checkpoint_name(half, f"grouped_glu.{name}") for half, name in zip(pre, names, strict=bool(pre)))
-    return (h, pre if keep else ()), (x, weights, pre if spec.save else (), offsets)
+    return (h, pre if keep else ()), (x, weights, biases, pre if spec.save else (), offsets)
 
 
 def _glu_bwd(spec: Spec, keep: bool, residuals, cotangents):
-    x, weights, pre, offsets = residuals
+    x, weights, biases, pre, offsets = residuals
     dh, dkept = cotangents
     if not pre:
         # Only after dh exists: otherwise XLA may merge this product with the forward's and keep its result.
         x, dh = lax.optimization_barrier((x, dh))
-        pre = _preactivations(spec, x, weights, offsets)
+        pre = _preactivations(spec, x, weights, biases, offsets)
     dpre: Any = _unit_gradients(spec, pre, dh, offsets)
     if dkept:  # a second derivative's
         dpre = tuple(a + b for a, b in zip(dpre, dkept, strict=True))
@@ -214,7 +258,11 @@ def _glu_bwd(spec: Spec, keep: bool, residuals, cotangents):
     how: dict[str, Any] = {"transpose_rhs": True, "precision": precision, "out_dtype": spec.x_dtype}
     dx = grouped_matmul_sum(dpre, weights, offsets, plan=products.swapped, **how)
     wgrad = functools.partial(grouped_wgrad, precision=precision, out_dtype=spec.w_dtype, plan=products)
-    return dx, tuple(wgrad(x, d, offsets) for d in dpre), None
+    dbiases = tuple(
+        None if bias is None else sums_of_groups(d, offsets, plan=products, out_dtype=bias.dtype)
+        for d, bias in zip(dpre, biases, strict=True)
+    )
+    return dx, tuple(wgrad(x, d, offsets) for d in dpre), dbiases, None
 
 
 _glu = differentiable(_glu_forward, _glu_fwd, _glu_bwd, static=2)

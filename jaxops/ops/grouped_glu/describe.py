@@ -43,9 +43,9 @@ DESCRIPTION = Description(
         Function(
             grouped_glu,
             residuals=names("grouped_glu", "x gate up gate_up out"),
-            wrt=("x", "w_gate", "w_up"),
+            wrt=("x", "w_gate", "w_up", "biases"),
             reference=lambda a: grouped_glu_reference(
-                a["x"], a["w_gate"], a["w_up"], a["group_offsets"], activation=a["activation"]
+                a["x"], a["w_gate"], a["w_up"], a["group_offsets"], biases=a["biases"], activation=a["activation"]
             ),
             reference_bytes=product_bytes("x", "w_gate"),
             problem=Problem(8, 32768, 4096, 14336, "bfloat16"),

@@ -136,17 +136,26 @@ def launch_unit(
 
 @traced_once("activation", "save", "tiles", "precision", "interpret")
 def fwd_pallas(
-    x: jax.Array, weights: tuple[jax.Array, ...], offsets: jax.Array, indices: jax.Array | None = None, *,
-    activation: str, save: bool, tiles: Tiles, precision: lax.Precision, interpret: bool,
+    x: jax.Array, weights: tuple[jax.Array, ...], bias: jax.Array | None, offsets: jax.Array,
+    indices: jax.Array | None = None, *, activation: str, save: bool, tiles: Tiles, precision: lax.Precision,
+    interpret: bool,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """As `fwd_triton`, of any sizes above 0 and float32, too."""
+    """As `fwd_triton`, of any sizes above 0 and float32, too, and of two arrays of weights."""
+    F = weights[0].shape[2]
 
     def products(refs, group, rows, j, count, number):
         rows_in = jnp.arange(rows.shape[0], dtype=jnp.int32) < count
         how: dict[str, Any] = {"tile": (tiles.bn, tiles.bk), "times": jnp.minimum(count, 1), "precision": precision}
         part = None if number is None else (number, tiles.split)
-        return sums_over_columns(refs[0], refs[1:], group, (rows, rows_in), j, part=part, **how)
+        sums = sums_over_columns(refs[0], refs[1:3], group, (rows, rows_in), j, part=part, **how)
+        if bias is None:
+            return sums
+        columns = j * tiles.bn + jnp.arange(tiles.bn, dtype=jnp.int32)
+        there = (columns < F) & (True if number is None else number == 0)  # of the first part of the sums
+        return [
+            acc + masked.load(refs[3], (group, half * F + columns), there)[None, :] for half, acc in enumerate(sums)
+        ]
 
-    shape = (x.shape[0] if indices is None else indices.shape[0], weights[0].shape[2])
+    shape = (x.shape[0] if indices is None else indices.shape[0], F)
     unit = Unit("grouped_glu_fused", shape, x.dtype, activation, tiles, interpret, save, tiles.tail)
-    return launch_unit(unit, products, (x, *weights), offsets, indices)
+    return launch_unit(unit, products, (x, *weights, *([] if bias is None else [bias])), offsets, indices)

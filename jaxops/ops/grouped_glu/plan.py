@@ -21,6 +21,7 @@ SAVES = ("preactivations", "nothing")
 # Gate and up, or one array with gate's columns first and then up's: weights [G, K, F] or [G, K, 2 F], pre-activations
 # and their gradients [M, F] or [M, 2 F].
 Halves = tuple[jax.Array, ...]
+Biases = tuple[jax.Array | None, ...]  # of each array of weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,17 +163,17 @@ def _few_rows_tiles(problem: Problem, fwd: grouped_matmul.Tiles, device: Device)
 
 def _triton(problem: Problem, device: Device) -> bool:
     takes = grouped_matmul.takes_triton("fwd", problem.product, device, grouped_matmul.LEAST_ROWS_OF_UNIT)
-    return takes and not (problem.joined or problem.recast)
+    return takes and not problem.recast and problem.F % 8 == 0
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     p = call.problem
     if call.backend == "triton":
         grouped_matmul.check_triton(p.product, call.device)
-        if p.joined:
+        if p.F % 8:
             raise NotImplementedError(
-                "the triton backend reads gate's and up's weights as two arrays: pass w_gate and w_up, or use "
-                "backend='pallas'."
+                f"the triton backend's halves of a row start at multiples of 16 bytes, and F is {p.F}, no multiple of "
+                "8: use backend='pallas'."
             )
         if p.recast:
             raise NotImplementedError(

@@ -18,12 +18,12 @@ from jaxops.ops.grouped_matmul.plan import (
     runs_triton,
     takes_triton,
 )
-from jaxops.ops.grouped_matmul.product import Spec, grouped_matmul_sum, matmul
+from jaxops.ops.grouped_matmul.product import Spec, grouped_matmul_sum, matmul, sums_of_groups
 from jaxops.ops.grouped_matmul.tuning import ProductTuning
 
 __all__ = [
     "LEAST_ROWS_OF_UNIT", "LONG_SUM", "PASSES", "PLANNER", "Part", "Plan", "Problem", "ProductTuning", "Shapes", "Spec",
     "Tiles", "candidates", "check_triton", "cost_of", "first_groups", "grouped_matmul", "grouped_matmul_sum",
     "grouped_wgrad", "make_plan", "matmul", "ragged_dot", "ragged_dot_general", "runs_triton", "shapes_of",
-    "takes_triton",
+    "sums_of_groups", "takes_triton",
 ]  # fmt: skip

@@ -137,23 +137,32 @@ def _matmul_bwd(spec: Spec, residuals, dout):
     dlhs = matmul(spec.inner(spec.lhs_dtype, not spec.transpose_rhs), dout, rhs, None, offsets)
     left, right = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
     drhs = wgrad(spec.inner(spec.rhs_dtype, spec.transpose_rhs), shapes_of(rhs), left, right, None, offsets)
-    return dlhs, drhs, None if bias is None else _bias_gradient(spec, dout, bias.dtype, offsets), None
+    dbias = None if bias is None else sums_of_groups(dout, offsets, plan=spec.plans[0], out_dtype=bias.dtype)
+    return dlhs, drhs, dbias, None
 
 
-def _bias_gradient(spec: Spec, dout: jax.Array, dtype, offsets: jax.Array) -> jax.Array:
-    """Each group's sum over its rows, as the weight gradient of a column of ones: deterministic, without atomics."""
-    ones, _ = vary_together(jnp.ones((dout.shape[0], 1), spec.compute_dtype), dout)
-    (plan,) = spec.plans
+def sums_of_groups(
+    rows: jax.Array, offsets: jax.Array, weights: jax.Array | None = None, *, plan: Plan, out_dtype
+) -> jax.Array:
+    """[G, N], each group's sum over its rows of rows [M, N], times weights [M] float32, as the weight gradient of a
+    column of ones or weights: in float32, deterministic, without atomics. plan: filled by `make_plan`."""
+    M, c = rows.shape[0], rows.dtype
+    columns = [jnp.ones(M, c) if weights is None else weights.astype(c)]
+    if weights is not None and c != jnp.float32:
+        # What the first column lost by rounding. XLA leaves out a cast to bfloat16 and back, but not this.
+        rounded = lax.reduce_precision(weights, jnp.finfo(c).nexp, jnp.finfo(c).nmant)
+        columns.append((weights - rounded).astype(c))
+    lhs, _ = vary_together(jnp.stack(columns, axis=1), rows)
     if plan.wgrad is not None:
         narrow: dict[str, Any] = {
             "kernel": "pallas", "ping_pong": False, "bm": 16, "bn": min(plan.wgrad.bn, 128), "warps": 4, "tail": 0,
             "split": 1,
         }  # fmt: skip
         plan = dataclasses.replace(plan, wgrad=dataclasses.replace(plan.wgrad, **narrow))
-    sums = dataclasses.replace(spec, plans=(plan,), precision=lax.Precision.HIGHEST).inner(dtype, spec.transpose_rhs)
-    shapes = ((offsets.shape[0] - 1, 1, dout.shape[1]),)
-    sums_of_groups: Any = wgrad(sums, shapes, ones, dout, None, offsets)
-    return jnp.squeeze(sums_of_groups[0], axis=1)
+    spec = Spec("grouped_matmul", (plan,), lax.Precision.HIGHEST, c, jnp.dtype(jnp.float32), c, c)
+    shapes = ((offsets.shape[0] - 1, len(columns), rows.shape[1]),)
+    sums: Any = wgrad(spec, shapes, lhs, rows, None, offsets)
+    return jnp.sum(sums[0], axis=1).astype(out_dtype)
 
 
 def _multiply_wgrad(

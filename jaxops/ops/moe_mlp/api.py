@@ -23,29 +23,30 @@ from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.partitioning import WHOLE, Part, warn_if_split
 from jaxops._lib.arrays.precision import named_cast, resolve_precision
-from jaxops._lib.numerics.activations import Activation, activation_name
+from jaxops._lib.numerics.activations import UnitActivation, activation_name
 from jaxops._lib.numerics.fp8 import Quantized
 from jaxops._lib.planning.device import device_of
 from jaxops._lib.planning.tuned import tuned_rows
 from jaxops.ops.fp8_matmul import check_grouped_recipe, shape_of
-from jaxops.ops.grouped_glu import SAVES, glu_of_rows
-from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad
+from jaxops.ops.grouped_glu import SAVES, Biases, check_biases, glu_of_rows
+from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad, sums_of_groups
 from jaxops.ops.moe_mlp import fp8
 from jaxops.ops.moe_mlp.of_tokens import backward_of_tokens, forward_of_tokens
 from jaxops.ops.moe_mlp.plan import Plan, Problem, Spec, make_plan
 from jaxops.ops.moe_mlp.stored import mlp_stored
-from jaxops.ops.moe_mlp.xla import sums_of_choices, unit_bwd_xla, weights_of_rows
+from jaxops.ops.moe_mlp.xla import products_with_bias, sums_of_choices, unit_bwd_xla, unit_xla, weights_of_rows
 from jaxops.ops.permute import check_routing, combine, permute, permute_within_groups
 from jaxops.ops.route import Routing, partial_routing
 
-Experts = tuple[jax.Array, ...]  # the weights of gate, up and down
+Experts = tuple[jax.Array, ...]  # the weights of gate, up and down; or of both in one and down; or of up and down
 Arrays = tuple[jax.Array, ...]  # one a piece
 
 
 def moe_mlp(
-    x: jax.Array | Arrays, w_gate: jax.Array | Quantized, w_up: jax.Array | Quantized, w_down: jax.Array | Quantized,
-    routing: Routing | tuple[Routing, ...], *,
-    activation: Activation = "silu",
+    x: jax.Array | Arrays, w_gate: jax.Array | Quantized | None, w_up: jax.Array | Quantized | None,
+    w_down: jax.Array | Quantized, routing: Routing | tuple[Routing, ...], *,
+    biases: tuple[jax.Array | None, jax.Array | None, jax.Array | None] | None = None,
+    activation: UnitActivation = "silu",
     compute_dtype=None, out_dtype=None, precision: lax.PrecisionLike = None,
     save: Literal["preactivations", "nothing"] = "preactivations", recipe: str | None = None,
     pow2_scales: bool = False, backend: str = "auto", plan: Plan | None = None,
@@ -53,12 +54,16 @@ def moe_mlp(
     """The experts of a mixture-of-experts layer, from tokens to tokens: with e the expert of token t's choice j,
     `out[t] = sum_j weights[t, j] * (act(x[t] @ w_gate[e]) * (x[t] @ w_up[e])) @ w_down[e]`.
 
+    w_gate and w_up may be one array, and w_gate may be left out: then an expert is `act(x @ w_up[e]) @ w_down[e]`. Each
+    of the three products may have a bias, added before the activation and before the router's weight.
+
     The same as `jaxops.permute`, `grouped_glu`, `grouped_matmul` and `combine` one after another, in less memory and
     time. The residuals are gate and up, without a copy of rows. The gradient of the router's weights needs no output of
     the down projection; on Hopper one kernel computes it, the activation's gradient and that of the down projection's
-    rows. The gradient of x is one product over both weights. Differentiable (reverse mode, any order) in x, all weights
-    and routing.weights. Deterministic. Rows of `routing` outside all groups contribute nothing, so a device that holds
-    some of the experts passes a Routing with its slice of the offsets, and the results are summed over the devices.
+    rows. The gradient of x is one product over both weights. Differentiable (reverse mode, any order) in x, weights,
+    biases and routing.weights. Deterministic. Rows of `routing` outside all groups contribute nothing, so a device that
+    holds some of the experts passes a Routing with its slice of the offsets, and the results are summed over the
+    devices.
 
     Tokens may come in pieces, such as those of one gather each: x and routing are then tuples, and so is the result. A
     piece's result and its gradient of x depend on no other piece, so collectives of one run beside the products of
@@ -79,13 +84,24 @@ def moe_mlp(
     >>> jaxops.moe_mlp(x, one, one, w_down, routing, activation="relu")[:, 0]
     Array([ 1., 40.,  9.], dtype=float32)
 
+    Gate and up in one array, a bias of the down projection, and experts without a gate:
+
+    >>> joined, bias = jnp.concatenate([one, one], axis=2), jnp.array([[0.5], [0.]])
+    >>> jaxops.moe_mlp(x, joined, None, w_down, routing, activation="relu", biases=(None, None, bias))[:, 0]
+    Array([ 1.5, 40. ,  9.5], dtype=float32)
+    >>> jaxops.moe_mlp(x, None, one, w_down, routing, activation="relu2")[:, 0]
+    Array([ 1., 40.,  9.], dtype=float32)
+
     Args:
       x: [T, D], bfloat16, float16 or float32; or a tuple of pieces, of one dtype and any T each.
-      w_gate, w_up: [E, D, F]; dtype of x unless compute_dtype is given. Or all three weights are `Quantized` with
-        128x128 scales, by `Quantized.from_deepseek`.
+      w_gate, w_up: [E, D, F]; dtype of x unless compute_dtype is given. Or w_up is None and w_gate [E, D, 2 F],
+        gate's columns before up's; or w_gate is None. Or all three weights are `Quantized` with 128x128 scales, by
+        `Quantized.from_deepseek`.
       w_down: [E, F, N], dtype of w_gate.
       routing: of the T tokens to E experts, from `jaxops.route`; a tuple of one a piece, with equal k.
-      activation: as in `jaxops.grouped_glu`.
+      biases: None, or one for each of w_gate, w_up and w_down (or None): [E, its columns], of any of the dtypes, added
+        in float32. With one array of weights `([E, 2 F], None, [E, N])`. Their gradients are summed in float32.
+      activation: as in `jaxops.grouped_glu`; "swiglu_oai" needs a gate.
       compute_dtype: dtype to which x and the weights are cast inside. Gradients of float32 weights stay float32 and are
         never rounded to compute_dtype.
       out_dtype: bfloat16, float16 or float32; dtype of x by default.
@@ -105,38 +121,44 @@ def moe_mlp(
 
     Raises:
       ValueError: shapes that do not fit together, an unknown activation, save, recipe or backend; precision with a
-        recipe, pow2_scales without one; `Quantized` weights with a recipe, a precision or other scales.
+        recipe, pow2_scales without one; `Quantized` weights with a recipe, a precision or other scales; "swiglu_oai"
+        without a gate.
       TypeError: dtypes that the kernels do not multiply, dtypes that differ without compute_dtype, only some weights
-        `Quantized`, a routing that is not a `Routing`; forward-mode differentiation (JAX's own error).
-      NotImplementedError: a precision algorithm that the kernels do not have; in FP8 a GPU without it, and with
-        `Quantized` weights backend "triton".
+        `Quantized`, biases that are no tuple, a routing that is not a `Routing`; forward-mode differentiation (JAX's
+        own error).
+      NotImplementedError: a precision algorithm that the kernels do not have; in FP8 biases, one array for gate and up,
+        "swiglu_oai", experts without a gate, a GPU without FP8, and with `Quantized` weights backend "triton".
 
-    Residuals: "moe_mlp.x" (its cast), "moe_mlp.gate", "moe_mlp.up", "moe_mlp.out"; with a recipe "moe_mlp.gate_up",
-    "moe_mlp.w_gate_up" and "moe_mlp.w_down" instead of gate and up (checkpoint names).
+    Residuals: "moe_mlp.x" (its cast), "moe_mlp.gate", "moe_mlp.up" or "moe_mlp.gate_up" of one array, "moe_mlp.out";
+    with a recipe "moe_mlp.gate_up", "moe_mlp.w_gate_up" and "moe_mlp.w_down" instead of gate and up (checkpoint names).
 
     Source: the experts of Mixtral (Jiang et al. 2024, arXiv:2401.04088) over MegaBlocks' grouped products (Gale et al.
     2022, arXiv:2211.15841); the gradient of the router's weights is SonicMoE's (Guo et al. 2025, arXiv:2512.14080).
     """
-    experts = w_gate, w_up, w_down
-    shape = _check_weights(experts)
-    stored = isinstance(w_gate, Quantized)
+    given = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    shape = _check_weights(given)
+    experts, form = tuple(w for w in given.values() if w is not None), _form(w_gate, w_up)
+    stored = isinstance(w_down, Quantized)
     xs: Arrays = x if isinstance(x, tuple) else (x,)
     routings = _check_pieces(xs, routing if isinstance(x, tuple) else (routing,), shape)
     out = float_dtype("out_dtype", xs[0].dtype if out_dtype is None else out_dtype)
-    act: str = activation_name(activation)
+    act: str = activation_name(activation, unit=True)
+    if act == "swiglu_oai" and form == "alone":
+        raise ValueError("activation='swiglu_oai' is a unit of gate and up, and w_gate is None: pass w_gate.")
     check_choice("save", save, SAVES)
     # One plan for all pieces, made for the largest.
     sizes = (max(x.shape[0] for x in xs), routings[0].row_positions.shape[1], *shape)
-    device = device_of(xs, w_gate, routings)
+    device = device_of(xs, w_down, routings)
     if check_flag("pow2_scales", pow2_scales) and recipe is None:
         raise ValueError("pow2_scales=True needs an FP8 recipe, such as recipe='blockwise'.")
     if stored and recipe is not None:
         raise ValueError(f"recipe={recipe!r}: with Quantized weights x is not quantized; leave recipe out.")
-    w_dtype = jnp.dtype(w_gate.dtype)
+    w_dtype = jnp.dtype(w_down.dtype)
     if stored or recipe is not None:
         if precision is not None:
             sets = "Quantized weights set" if stored else f"recipe={recipe!r} sets"
             raise ValueError(f"precision is {precision!r}; it must be None: {sets} the precision.")
+        _check_fp8("Quantized weights have" if stored else f"recipe={recipe!r} has", form, act, biases)
         fp8_recipe = check_grouped_recipe("blockwise" if stored else recipe)
         fp8_recipe = fp8_recipe.with_pow2_scales() if pow2_scales else fp8_recipe
         compute = float_dtype("compute_dtype", xs[0].dtype if compute_dtype is None else compute_dtype)
@@ -154,13 +176,30 @@ def moe_mlp(
             for x, routing in zip(xs, routings, strict=True)
         )  # fmt: skip
         return outs if isinstance(x, tuple) else outs[0]
-    compute = compute_dtype_of("x", xs[0], "w_gate", w_gate, compute_dtype, "the weights' gradients stay")
+    first = "w_up" if w_gate is None else "w_gate"
+    compute = compute_dtype_of("x", xs[0], first, experts[0], compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
     rows = tuned_rows("grouped_matmul", device, "grouped_glu", "permute")
-    plan = make_plan(Problem(*sizes, compute.name), device, rows, backend=backend, plan=plan)
-    spec = Spec(plan, act, save, compute, out, xs[0].dtype, w_dtype, precision)
-    outs = _mlp(spec, *vary_together(xs, experts, routings))
+    plan = make_plan(Problem(*sizes, compute.name, form=form), device, rows, backend=backend, plan=plan)
+    spec = Spec(plan, act, save, compute, out, xs[0].dtype, w_dtype, precision, form)
+    outs = _mlp(spec, *vary_together(xs, experts, check_biases(biases, given), routings))
     return outs if isinstance(x, tuple) else outs[0]
+
+
+def _form(w_gate: Any, w_up: Any) -> Any:
+    """`Problem.form`."""
+    return "alone" if w_gate is None else "joined" if w_up is None else "two"
+
+
+def _check_fp8(what: str, form: str, activation: str, biases: Any) -> None:
+    """what: of FP8, and "has"."""
+    if biases is not None:
+        raise NotImplementedError(f"{what} no biases: leave recipe out, or add them between fp8_grouped_matmul.")
+    if form != "two":
+        write = "w_gate[..., :F], w_gate[..., F:]" if form == "joined" else "w_gate and w_up"
+        raise NotImplementedError(f"{what} kernels for gate and up as two arrays only: pass {write}.")
+    if activation == "swiglu_oai":
+        raise NotImplementedError(f"{what} no unit 'swiglu_oai': leave recipe out, or write it between products.")
 
 
 def _check_pieces(xs: Arrays, routings: Any, shape: tuple[int, ...]) -> tuple[Routing, ...]:
@@ -188,41 +227,58 @@ def _check_pieces(xs: Arrays, routings: Any, shape: tuple[int, ...]) -> tuple[Ro
     return tuple(checked)
 
 
-def _check_weights(experts: tuple[Any, ...]) -> tuple[int, int, int, int]:
-    """E, D, F, N of the three weights: float arrays of one dtype, or all three Quantized."""
-    names, stored = ("w_gate", "w_up", "w_down"), [isinstance(w, Quantized) for w in experts]
+def _check_weights(given: dict[str, Any]) -> tuple[int, int, int, int]:
+    """E, D, F, N of the weights by name: float arrays of one dtype, or all three Quantized."""
+    if given["w_gate"] is None and given["w_up"] is None:
+        raise ValueError("w_gate and w_up are None; pass both, or w_up alone, or w_gate as [E, D, 2 F].")
+    form = _form(given["w_gate"], given["w_up"])
+    shapes = {"w_gate": "[E, D, 2 F]" if form == "joined" else "[E, D, F]", "w_up": "[E, D, F]", "w_down": "[E, F, N]"}
+    stored = [isinstance(w, Quantized) for w in given.values()]
     if any(stored) and not all(stored):
-        got = ", ".join(f"{name} is {type_name(w)}" for name, w in zip(names, experts, strict=True))
+        got = ", ".join(f"{name} is {type_name(w)}" for name, w in given.items())
         raise TypeError(f"{got}: pass three arrays, or three Quantized.")
-    for name, w, shape in zip(names, experts, ("[E, D, F]", "[E, D, F]", "[E, F, N]"), strict=True):
+    weights = {name: w for name, w in given.items() if w is not None}
+    for name, w in weights.items():
         if not any(stored):
-            check_float(name, w, shape)
+            check_float(name, w, shapes[name])
         elif w.values is None and w.values_t is None:
             raise ValueError(f"{name} has neither a row nor a column layout.")
         elif w.scaling != "block_128x128" or len(shape_of(w)) != 3:
             got = f"{name} has {w.scaling} scales and shape {tuple(shape_of(w))}"
-            raise ValueError(f"{got}; it must be {shape} with block_128x128 scales, as of Quantized.from_deepseek.")
-    gate, up, down = (tuple(shape_of(w)) for w in experts)
-    E, D, F = gate
-    if up != gate:
-        raise ValueError(f"w_up has shape {up}; it must be that of w_gate, {gate}.")
-    if down[:2] != (E, F):
-        needed = f"[E, F, N] with E, F = {E}, {F}, as w_gate is {gate}"
-        raise ValueError(f"w_down has shape {down}; it must be {needed}.")
-    for name, w in zip(names[1:], experts[1:], strict=True):
-        if not any(stored) and w.dtype != experts[0].dtype:
-            raise TypeError(f"{name} is {w.dtype} and w_gate is {experts[0].dtype}: cast one of them.")
-    return E, D, F, down[2]
+            raise ValueError(
+                f"{got}; it must be {shapes[name]} with block_128x128 scales, as of Quantized.from_deepseek."
+            )
+    first, *others = weights
+    sizes = {name: tuple(shape_of(w)) for name, w in weights.items()}
+    E, D, F = sizes[first]
+    if form == "joined":
+        if F % 2:
+            raise ValueError(f"w_gate has shape {sizes[first]}; without w_up it must be [E, D, 2 F], an even number.")
+        F //= 2
+    if form == "two" and sizes["w_up"] != sizes[first]:
+        raise ValueError(f"w_up has shape {sizes['w_up']}; it must be that of w_gate, {sizes[first]}.")
+    if sizes["w_down"][:2] != (E, F):
+        said = "w_gate, [E, D, 2 F] without w_up," if form == "joined" else first
+        needed = f"[E, F, N] with E, F = {E}, {F}, as {said} is {sizes[first]}"
+        raise ValueError(f"w_down has shape {sizes['w_down']}; it must be {needed}.")
+    for name in others:
+        if not any(stored) and weights[name].dtype != weights[first].dtype:
+            raise TypeError(f"{name} is {weights[name].dtype} and {first} is {weights[first].dtype}: cast one of them.")
+    return E, D, F, sizes["w_down"][2]
 
 
-def _up_forward(spec: Spec, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:
-    """(h, and with save gate and up) of the rows, from operands in the compute dtype."""
+def _up_forward(spec: Spec, save: bool, x: jax.Array, experts: Experts, biases: Biases, routing: Routing) -> Any:
+    """(h, and with save the pre-activations) of the rows, from operands in the compute dtype."""
     unit, gather, indices = spec.plan.unit, spec.plan.gather, routing.row_indices
     assert unit is not None  # make_plan fills it
     if not gather or 0 in (*x.shape, *indices.shape, *experts[0].shape):
         x, indices = permute(x, routing, plan=spec.plan.rows), None
-    options: dict[str, Any] = {"activation": spec.activation, "precision": spec.precision, "plan": unit, "save": save}
-    return glu_of_rows(x, experts[:2], routing.group_offsets, indices, **options)
+    options: dict[str, Any] = {"precision": spec.precision, "plan": unit}
+    if spec.form == "alone":
+        pre = grouped_matmul(x, experts[0], routing.group_offsets, bias=biases[0], **options)
+        return unit_xla(spec.activation, pre), (pre,) if save else ()
+    options |= {"activation": spec.activation, "save": save}
+    return glu_of_rows(x, experts[:-1], biases[:-1], routing.group_offsets, indices, **options)
 
 
 def _up_plain(spec: Spec, *operands) -> Any:
@@ -233,33 +289,44 @@ def _up_plain(spec: Spec, *operands) -> Any:
 _up = differentiable_as(_up_forward, _up_plain, static=2)
 
 
-def _down(spec: Spec, h: jax.Array, w_down: jax.Array, routing: Routing) -> jax.Array:
-    y = grouped_matmul(h, w_down, routing.group_offsets, precision=spec.precision, plan=spec.plan.down)
+def _down(spec: Spec, h: jax.Array, w_down: jax.Array, bias: jax.Array | None, routing: Routing) -> jax.Array:
+    options: dict[str, Any] = {"precision": spec.precision, "plan": spec.plan.down}
+    y = grouped_matmul(h, w_down, routing.group_offsets, bias=bias, **options)
     return combine(y, routing, out_dtype=spec.out_dtype, plan=spec.plan.rows)
 
 
-def _fwd(spec: Spec, xs: Arrays, experts: Experts, routings: tuple[Routing, ...]):
+_SAVED = {"two": ("gate", "up"), "joined": ("gate_up",), "alone": ("up",)}
+
+
+def _fwd(spec: Spec, xs: Arrays, experts: Experts, biases: Biases, routings: tuple[Routing, ...]):
     xs = tuple(named_cast(x, spec.compute_dtype, "moe_mlp.x") for x in xs)
-    experts = tuple(w.astype(spec.compute_dtype) for w in experts)
-    out, pres = [], []
+    cast, out, pres = _cast(spec, experts), [], []
     for x, routing in zip(xs, routings, strict=True):
-        y, pre = _layer(spec, spec.save == "preactivations", x, experts, routing)
-        named = zip(pre, ("gate", "up"), strict=bool(pre))
+        y, pre = _layer(spec, spec.save == "preactivations", x, cast, biases, routing)
+        named = zip(pre, _SAVED[spec.form], strict=bool(pre))
         pres.append(tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in named))
         out.append(checkpoint_name(y, "moe_mlp.out"))
-    return tuple(out), (xs, experts, tuple(pres), routings)
+    # The backward casts the weights again. In one program XLA makes one cast of both; a scan over layers would stack
+    # what is cast, a second copy of all layers' weights, and has the float32 ones anyway.
+    return tuple(out), (xs, experts, biases, tuple(pres), routings)
 
 
-def _layer_of_part(spec: Spec, part: Part, save: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:
-    """The result of a piece, and with save its gate and up."""
+def _cast(spec: Spec, experts: Experts) -> Experts:
+    return tuple(w.astype(spec.compute_dtype) for w in experts)
+
+
+def _layer_of_part(
+    spec: Spec, part: Part, save: bool, x: jax.Array, experts: Experts, biases: Biases, routing: Routing
+) -> Any:
+    """The result of a piece, and with save its pre-activations."""
     if part.first("f") is not None:  # a sum over devices is rounded once
         spec = dataclasses.replace(spec, out_dtype=jnp.dtype("float32"))
-    h, pre = _up(spec, save, x, experts, routing)
-    return _down(spec, h, experts[2], routing), pre
+    h, pre = _up(spec, save, x, experts, biases, routing)
+    return _down(spec, h, experts[-1], biases[-1], routing), pre
 
 
 def _layer_forward(spec: Spec, *operands) -> Any:
-    return forward_of_tokens(functools.partial(_layer_of_part, spec), *operands)
+    return forward_of_tokens(functools.partial(_layer_of_part, spec), spec.form, *operands)
 
 
 _layer = differentiable_as(_layer_forward, lambda spec, *operands: _layer_of_part(spec, WHOLE, *operands), static=2)
@@ -270,61 +337,77 @@ def _forward(spec: Spec, *operands) -> Any:
 
 
 def _bwd(spec: Spec, residuals, douts: Arrays):
-    xs, *others = residuals
+    xs, experts, *others = residuals
     # Not before dout exists: XLA would share the rows' copy or the products with the forward, and keep them.
     pairs = [lax.optimization_barrier(pair) for pair in zip(xs, douts, strict=True)]
     xs, douts = zip(*pairs, strict=True)
-    dxs, dexperts, dweights = _gradients(spec, xs, *others, douts)
-    return tuple(dx.astype(spec.x_dtype) for dx in dxs), dexperts, tuple(partial_routing(weights=d) for d in dweights)
+    dxs, dexperts, dbiases, dweights = _gradients(spec, xs, _cast(spec, experts), *others, douts)
+    routings = tuple(partial_routing(weights=d) for d in dweights)
+    return tuple(dx.astype(spec.x_dtype) for dx in dxs), dexperts, dbiases, routings
 
 
 _mlp = differentiable(_forward, _fwd, _bwd, static=1)
 
 
-def _backward(spec: Spec, xs: Arrays, experts: Experts, pres, routings: tuple[Routing, ...], douts: Arrays) -> Any:
-    """The gradients of xs, in the compute dtype, of the experts' weights, in their own, and of the router's weights."""
+def _backward(
+    spec: Spec, xs: Arrays, experts: Experts, biases: Biases, pres, routings: tuple[Routing, ...], douts: Arrays
+) -> Any:
+    """The gradients of xs, in the compute dtype, of the experts' weights and biases, in their own, and of the router's
+    weights."""
     # Sums over pieces are rounded once.
     dtype = spec.w_dtype if len(xs) == 1 else jnp.dtype("float32")
     dexperts: tuple[Any, ...] = (None,) * len(experts)
+    dbiases: tuple[Any, ...] = tuple(None if b is None else 0.0 for b in biases)
     dxs, dweights = [], []
     for x, pre, routing, dout in zip(xs, pres, routings, douts, strict=True):
         call = functools.partial(_backward_of_piece, spec, dtype)
-        dx, dexperts, d = backward_of_tokens(call, x, experts, pre, routing, dout, dexperts)
+        piece = backward_of_tokens(call, spec.form, x, experts, biases, pre, routing, dout, dexperts)
+        dx, dexperts, of_piece, d = piece
+        dbiases = jax.tree.map(jnp.add, dbiases, of_piece)
         dxs.append(dx)
         dweights.append(d)
-    return tuple(dxs), tuple(d.astype(spec.w_dtype) for d in dexperts), tuple(dweights)
+    dbiases = jax.tree.map(lambda d, bias: d.astype(bias.dtype), dbiases, biases)
+    return tuple(dxs), tuple(d.astype(spec.w_dtype) for d in dexperts), dbiases, tuple(dweights)
 
 
 def _backward_of_piece(
-    spec: Spec, dtype: jnp.dtype, part: Part, x: jax.Array, experts: Experts, pre, routing: Routing, dout: jax.Array,
-    sums: Any,
+    spec: Spec, dtype: jnp.dtype, part: Part, x: jax.Array, experts: Experts, biases: Biases, pre, routing: Routing,
+    dout: jax.Array, sums: Any,
 ) -> Any:  # fmt: skip
     """sums: the experts' gradients so far, in dtype, to which this piece's are added; each None for the first piece."""
     if (first := part.first("m")) is not None:
         dtype = jnp.dtype("float32")
         sums = tuple(None if before is None else jnp.where(first, before, 0) for before in sums)
     unit, down, copies, offsets = spec.plan.unit, spec.plan.down, spec.plan.rows, routing.group_offsets
+    products = unit if spec.form == "alone" else unit.products
     # make_plan fills them
-    assert unit is not None and unit.products is not None and down is not None and copies is not None  # noqa: PT018
-    gate, up = pre or _up(spec, True, x, experts, routing)[1]
+    assert products is not None and down is not None and copies is not None  # noqa: PT018
+    pre = pre or _up(spec, True, x, experts, biases, routing)[1]
     to_rows = functools.partial(permute_within_groups, routing=routing, plan=copies)
-    dy = to_rows(dout.astype(spec.compute_dtype))
-    dgate, dup, h, dots = _down_and_unit_bwd(spec, dy, experts[2], gate, up, routing)
+    dout = dout.astype(spec.compute_dtype)
+    dy = to_rows(dout)
+    *dpre, h, dots = _down_and_unit_bwd(spec, dy, experts[-1], pre, routing)
+    dweights = sums_of_choices(dots, routing)
+    of_groups = functools.partial(sums_of_groups, offsets=offsets, out_dtype=jnp.float32)
+    dbiases = [None if b is None else of_groups(d, plan=products) for d, b in zip(dpre, biases[:-1], strict=True)]
+    dbiases.append(None if biases[-1] is None else of_groups(dy, weights=weights_of_rows(routing), plan=down))
+    if biases[-1] is not None:
+        dweights += products_with_bias(dout, biases[-1], routing, spec.precision)
     wgrad = functools.partial(grouped_wgrad, group_offsets=offsets, precision=spec.precision, out_dtype=dtype)
-    dw_down = wgrad(h, dy, accumulate_into=sums[2], plan=down)
+    dw_down = wgrad(h, dy, accumulate_into=sums[-1], plan=down)
     _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=copies), x)
-    options: dict[str, Any] = {"transpose_rhs": True, "precision": spec.precision, "plan": unit.products.swapped}
-    (dx,) = rows_to_tokens(grouped_matmul_sum((dgate, dup), experts[:2], offsets, **options))
+    options: dict[str, Any] = {"transpose_rhs": True, "precision": spec.precision, "plan": products.swapped}
+    (dx,) = rows_to_tokens(grouped_matmul_sum(tuple(dpre), experts[:-1], offsets, **options))
     # Copy x's rows only after the last use of dy's rows and of the rows of x's gradient: less memory at the peak.
     _, _, x = lax.optimization_barrier((dw_down, dx, x))
     rows = to_rows(x)
-    pairs = zip((dgate, dup), sums[:2], strict=True)
-    dw_gate, dw_up = (wgrad(rows, d, accumulate_into=before, plan=unit.products) for d, before in pairs)
-    return dx, (dw_gate, dw_up, dw_down), sums_of_choices(dots, routing)
+    pairs = zip(dpre, sums[:-1], strict=True)
+    dexperts = (wgrad(rows, d, accumulate_into=before, plan=products) for d, before in pairs)
+    return dx, (*dexperts, dw_down), tuple(dbiases), dweights
 
 
 def _down_and_unit_bwd(
-    spec: Spec, dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, routing: Routing
+    spec: Spec, dy: jax.Array, w_down: jax.Array, pre: Arrays, routing: Routing
 ) -> tuple[jax.Array, ...]:
     """As `unit_bwd_xla`, from dy, the down projection's cotangent before the router's weights."""
     offsets, weights, down, fused = routing.group_offsets, weights_of_rows(routing), spec.plan.down, spec.plan.fused
@@ -334,26 +417,28 @@ def _down_and_unit_bwd(
         options = {"activation": spec.activation, "panel": fused.panel}
         kernel = functools.partial(bwd_triton, **options, cores=spec.plan.on.cores)
         # A call through jax-triton has no batching rule.
-        return sequential_vmap(kernel)(dy, w_down, gate, up, weights, offsets)
+        return sequential_vmap(kernel)(dy, w_down, pre, weights, offsets)
     assert down is not None  # make_plan fills it
     dh = grouped_matmul(dy, w_down, offsets, transpose_rhs=True, precision=spec.precision, plan=down.swapped)
-    return unit_bwd_xla(spec.activation, dh, gate, up, weights)
+    return unit_bwd_xla(spec.activation, spec.form, dh, pre, weights)
 
 
-def _plain_backward(spec: Spec, xs: Arrays, experts: Experts, _, routings: tuple[Routing, ...], douts: Arrays) -> Any:
-    """Made of the forward's ops, which have gradients of any order. gate and up are recomputed."""
+def _plain_backward(
+    spec: Spec, xs: Arrays, experts: Experts, biases: Biases, _, routings: tuple[Routing, ...], douts: Arrays
+) -> Any:
+    """Made of the forward's ops, which have gradients of any order. The pre-activations are recomputed."""
 
-    def forward(xs, experts, weights):
+    def forward(xs, experts, biases, weights):
         outs = []
         for x, routing, own in zip(xs, routings, weights, strict=True):
             routing = dataclasses.replace(routing, weights=own)
-            h, _ = _up_plain(spec, False, x, experts, routing)
-            outs.append(_down(spec, h, experts[2], routing))
+            h, _ = _up_plain(spec, False, x, experts, biases, routing)
+            outs.append(_down(spec, h, experts[-1], biases[-1], routing))
         return tuple(outs)
 
-    _, vjp = jax.vjp(forward, xs, experts, tuple(routing.weights for routing in routings))
-    dxs, dexperts, dweights = vjp(douts)
-    return dxs, tuple(d.astype(spec.w_dtype) for d in dexperts), dweights
+    _, vjp = jax.vjp(forward, xs, experts, biases, tuple(routing.weights for routing in routings))
+    dxs, dexperts, dbiases, dweights = vjp(douts)
+    return dxs, tuple(d.astype(spec.w_dtype) for d in dexperts), dbiases, dweights
 
 
 _gradients = differentiable_as(_backward, _plain_backward, static=1)

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxops._lib.arrays.manual_axes import out_struct
-from jaxops._lib.gluon.activations_triton import activate_and_slope
+from jaxops._lib.gluon.activations_triton import activate_and_slope, linear_part, through_linear_part
 from jaxops._lib.gluon.ragged_gemm_triton import Gemm, Result, ragged_gemm
 from jaxops._lib.gluon.stores_triton import split_columns
 
@@ -42,11 +42,13 @@ def _unit_gradients(dh, gate, up, weight, PIECES: gl.constexpr, ACTIVATION: gl.c
         return _join_columns(dgate0, dgate1), _join_columns(dup0, dup1), _join_columns(h0, h1), dot0 + dot1
     else:  # noqa: RET505  # decided at compile time
         value, slope = activate_and_slope(gate, ACTIVATION)
-        up = up.to(gl.float32)
-        h = value * up
+        factor = linear_part(up, ACTIVATION)
+        h = value * factor
         dot = dh * h
         dh = dh * weight
-        return (dh * up * slope).to(gate.dtype), (dh * value).to(gate.dtype), (h * weight).to(gate.dtype), dot
+        dgate = (dh * factor * slope).to(gate.dtype)
+        dup = through_linear_part(dh * value, up, ACTIVATION).to(gate.dtype)
+        return dgate, dup, (h * weight).to(gate.dtype), dot
 
 
 @gluon.jit
@@ -58,21 +60,21 @@ def moe_mlp_bwd(acc, operands, tile, ACTIVATION: gl.constexpr):
 
 
 def bwd_triton(
-    dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array, weights: jax.Array, offsets: jax.Array, *,
+    dy: jax.Array, w_down: jax.Array, pre: tuple[jax.Array, ...], weights: jax.Array, offsets: jax.Array, *,
     activation: str, panel: int, cores: int,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; gate, up [R, F]; weights [R]
-    float32 of the rows; offsets [E + 1] -> the gradients of gate and up, in their memory, the weighted unit (all [R,
-    F]), and [cdiv(F, 64), R] float32, whose column sums are the weights' gradients. bfloat16 or float16, D and F
-    multiples of 8; no size is 0."""
+    """dy [R, D], each token's cotangent in the rows of its choices; w_down [E, F, D]; pre: gate and up [R, F], or one
+    array [R, 2 F]; weights [R] float32 of the rows; offsets [E + 1] -> the gradients of pre, in its memory, the
+    weighted unit [R, F], and [cdiv(F, 64), R] float32, whose column sums are the weights' gradients. bfloat16 or
+    float16, D and F multiples of 8; no size is 0."""
     (R, D), (E, F, _) = dy.shape, w_down.shape
     gemm = Gemm(
         "moe_mlp_bwd", moe_mlp_bwd, BM.value, BM.value, 4, panel, (BM.value, PIECE.value), ping_pong=True,
         transposed=True, buffers=3, piece=(PIECE.value, PIECE.value), variant=activation,
         flops=2 * R * F * D,
     )  # fmt: skip
-    rows = out_struct((R, F), dy.dtype, like=dy)
+    loaded = [Result(out_struct(x.shape, dy.dtype, like=dy), x, "loaded", halves=2 // len(pre)) for x in pre]
     dots = Result(out_struct((-(-F // PIECE.value), R), jnp.float32, like=dy), tma=False)
-    results = [Result(rows, gate, "loaded"), Result(rows, up, "loaded"), Result(rows), dots]
+    results = [*loaded, Result(out_struct((R, F), dy.dtype, like=dy)), dots]
     a, b = (gemm.rows(dy),), (gemm.weights(w_down),)
     return ragged_gemm(gemm, a, b, offsets, (E, R, D, F), results, args=[("rows", weights)], cores=cores)

@@ -10,55 +10,68 @@ import jax.numpy as jnp
 from jaxops._lib.arrays.partitioning import Part, partitioned
 from jaxops.ops.route import Routing, partial_routing, route_choices
 
-Experts = tuple[Any, ...]  # of gate, up and down: weights [E, D, F] and [E, F, N], gradients, or None
+Tensors = tuple[Any, ...]  # of the products: weights [E, D, F] and last [E, F, N], biases, gradients, or None
 
-# m: tokens, f: hidden columns. w_down has them where gate and up have D.
-_WEIGHTS, _DOWN = "..f", ".f."
 _ROUTING = ("m.", "m.", "m.", ".")
 
 
-def forward_of_tokens(call: Callable, saves: bool, x: jax.Array, experts: Experts, routing: Routing) -> Any:
-    """`call(part, save, x, experts, routing)`: the result, and with save gate and up, else ()."""
+def _axes(form: str, biases: Tensors) -> tuple[str, str, str]:
+    """Of the first weights, the last one, and pre-activations [T, k, F]; m: tokens, f: hidden columns. Those of one
+    weight for gate and up would be on other devices, and a bias is added once."""
+    axes = "..f", ".f.", "m.f"
+    if form == "joined" or any(bias is not None for bias in biases):
+        return tuple(text.replace("f", ".") for text in axes)  # pyright: ignore[reportReturnType]
+    return axes
 
-    def of_part(part: Part, x, up, down, *fields: jax.Array) -> dict[str, Any]:
+
+def forward_of_tokens(
+    call: Callable, form: str, saves: bool, x: jax.Array, experts: Tensors, biases: Tensors, routing: Routing
+) -> Any:
+    """`call(part, save, x, experts, biases, routing)`: the result, and with save the pre-activations, else ()."""
+
+    def of_part(part: Part, x, up, down, biases, *fields: jax.Array) -> dict[str, Any]:
         # Rows of a device's tokens are in an order of their own: the backward, which XLA may split otherwise, computes
-        # gate and up again.
-        y, pre = call(part, saves and not part.several, x, (*up, down), _own(part, T, fields))
+        # the pre-activations again.
+        y, pre = call(part, saves and not part.several, x, (*up, down), biases, _own(part, T, fields))
         if saves and part.several:
-            pre = (jnp.full((fields[1].size, up[0].shape[2]), jnp.nan, x.dtype),) * 2
-        return {"y": y} | _by_choice(pre, fields[1].shape)
+            pre = tuple(jnp.full((fields[1].size, w.shape[2]), jnp.nan, x.dtype) for w in up)
+        return {"y": y} | _named("pre", _by_choice(pre, fields[1].shape))
 
-    T = x.shape[0]
-    axes, results = ("m.", _WEIGHTS, _DOWN, *_ROUTING), {"y": "m.", "gate": "m.f", "up": "m.f"}
-    made = partitioned(of_part, (x, experts[:2], experts[2], *_fields(routing)), axes, results, split="mf")
-    return made["y"], _by_row(made)
+    T, (up, down, pre) = x.shape[0], _axes(form, biases)
+    operands, axes = (x, experts[:-1], experts[-1], biases, *_fields(routing)), ("m.", up, down, "..", *_ROUTING)
+    made = partitioned(of_part, operands, axes, {"y": "m.", "pre0": pre, "pre1": pre}, split="mf")
+    return made["y"], _by_row(_of(made, "pre"))
 
 
 def backward_of_tokens(
-    call: Callable, x: jax.Array, experts: Experts, pre: tuple, routing: Routing, dout: jax.Array, sums: Experts
-) -> Any:
-    """`call(part, x, experts, pre, routing, dout, sums)`: the gradients of x, the experts and the router's weights."""
+    call: Callable, form: str, x: jax.Array, experts: Tensors, biases: Tensors, pre: tuple, routing: Routing,
+    dout: jax.Array, sums: Tensors,
+) -> Any:  # fmt: skip
+    """`call(part, x, experts, biases, pre, routing, dout, sums)`: the gradients of x, the experts, the biases and the
+    router's weights."""
 
-    def of_part(part: Part, x, up, down, pre, dout, sums, sum_down, *fields: jax.Array) -> dict[str, Any]:
-        pre = () if part.several else _by_row(pre)
-        dx, (dgate, dup, ddown), d = call(part, x, (*up, down), pre, _own(part, T, fields), dout, (*sums, sum_down))
-        return {"x": dx, "gate": dgate, "up": dup, "down": ddown, "weights": d}
+    def of_part(part: Part, x, up, down, biases, pre, dout, sums, sum_down, *fields: jax.Array) -> dict[str, Any]:
+        pre, routing = () if part.several else _by_row(pre), _own(part, T, fields)
+        dx, dexperts, dbiases, d = call(part, x, (*up, down), biases, pre, routing, dout, (*sums, sum_down))
+        return {"x": dx, "down": dexperts[-1], "weights": d} | _named("up", dexperts[:-1]) | _named("bias", dbiases)
 
-    T = x.shape[0]
-    operands = (
-        x,
-        experts[:2],
-        experts[2],
-        _by_choice(pre, routing.row_positions.shape),
-        dout,
-        sums[:2],
-        sums[2],
-        *_fields(routing),
-    )
-    axes = "m.", _WEIGHTS, _DOWN, "m.f!", "m.", _WEIGHTS, _DOWN, *_ROUTING
-    results = {"x": "m.", "gate": _WEIGHTS, "up": _WEIGHTS, "down": _DOWN, "weights": "m."}
+    T, (up, down, halves) = x.shape[0], _axes(form, biases)
+    choices = _by_choice(pre, routing.row_positions.shape)
+    operands = x, experts[:-1], experts[-1], biases, choices, dout, sums[:-1], sums[-1], *_fields(routing)
+    axes = "m.", up, down, "..", f"{halves}!", "m.", up, down, *_ROUTING
+    results = {"x": "m.", "down": down, "weights": "m.", "up0": up, "up1": up}
+    results |= dict.fromkeys(("bias0", "bias1", "bias2"), "..")
     made = partitioned(of_part, operands, axes, results, split="mf")
-    return made["x"], (made["gate"], made["up"], made["down"]), made["weights"]
+    dbiases = tuple(made.get(f"bias{i}") for i in range(len(biases)))
+    return made["x"], (*_of(made, "up"), made["down"]), dbiases, made["weights"]
+
+
+def _named(name: str, arrays: Any) -> dict[str, jax.Array]:
+    return {f"{name}{i}": x for i, x in enumerate(arrays) if x is not None}
+
+
+def _of(made: dict[str, jax.Array], name: str) -> tuple[jax.Array, ...]:
+    return tuple(made[f"{name}{i}"] for i in range(2) if f"{name}{i}" in made)
 
 
 def _fields(routing: Routing) -> tuple[jax.Array, ...]:
@@ -78,11 +91,10 @@ def _own(part: Part, T: int, fields: tuple[jax.Array, ...]) -> Routing:
     return dataclasses.replace(own, group_offsets=own.group_offsets[: E + 1])
 
 
-def _by_choice(pre: tuple, choices: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Gate and up [R, F] as [T, k, F], so that tokens are an axis."""
-    return {name: half.reshape(*choices, half.shape[1]) for name, half in zip(("gate", "up"), pre, strict=bool(pre))}
+def _by_choice(pre: tuple, choices: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Pre-activations [R, F] as [T, k, F], so that tokens are an axis."""
+    return tuple(half.reshape(*choices, half.shape[1]) for half in pre)
 
 
-def _by_row(made: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    halves = [made[name] for name in ("gate", "up") if name in made]
-    return tuple(half.reshape(half.shape[0] * half.shape[1], half.shape[2]) for half in halves)
+def _by_row(pre: tuple) -> tuple[jax.Array, ...]:
+    return tuple(half.reshape(half.shape[0] * half.shape[1], half.shape[2]) for half in pre)

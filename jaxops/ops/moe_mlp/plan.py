@@ -24,11 +24,12 @@ class Plan(BasePlan):
     compiles; on Hopper the forward's unit may be cast by the kernel of its products.
 
     Attributes:
-      unit: plan of the gated unit, as of `jaxops.grouped_glu`; with a recipe of its products, as of
+      unit: plan of the gated unit, as of `jaxops.grouped_glu`; without a gate of the up projection, as of
+        `jaxops.grouped_matmul`, beside which XLA compiles the activation; with a recipe of its products, as of
         `jaxops.fp8_grouped_matmul`.
       down: plan of the down projection, as of `jaxops.grouped_matmul`, or of `jaxops.fp8_grouped_matmul`.
       rows: plan of `jaxops.permute` and `jaxops.combine`.
-      fused: order of the tiles of the "triton" backend's backward kernel; not with a recipe.
+      fused: order of the tiles of the "triton" backend's backward kernel; not with a recipe, and not without a gate.
       gather: the forward's first kernel gathers tokens' rows itself, instead of reading a copy in the order of experts.
         With a recipe where `unit_inside` holds. Without, with "triton" for D a multiple of 64. H200, 2026-11-22: at
         qwen3_30b (F = 768) that costs it 2 to 4 %, and the copy 10 to 14 % of its time; at mixtral (F = 14,336) 1 % and
@@ -52,7 +53,8 @@ class Plan(BasePlan):
 class Problem:
     """What a plan depends on: T tokens [T, D] with k choices each, E experts' weights [E, D, F] and [E, F, N], the
     dtype of the products, and the FP8 recipe or None; whether the weights are stored in FP8 and the rows not quantized
-    (recipe "blockwise")."""
+    (recipe "blockwise"); and whether gate and up are two arrays, one [E, D, 2 F] ("joined"), or there is no gate
+    ("alone")."""
 
     T: int
     k: int
@@ -63,6 +65,7 @@ class Problem:
     dtype: str
     recipe: str | None = None
     stored: bool = False
+    form: Literal["two", "joined", "alone"] = "two"
 
     @property
     def R(self) -> int:
@@ -70,7 +73,13 @@ class Problem:
 
     @property
     def unit(self) -> grouped_glu.Problem:
-        return grouped_glu.Problem(self.E, self.R, self.D, self.F, self.dtype)
+        return grouped_glu.Problem(self.E, self.R, self.D, self.F, self.dtype, self.form == "joined")
+
+    @property
+    def products(self) -> tuple[tuple[str, grouped_matmul.Problem], ...]:
+        """Of the "triton" backend: passes and products that its kernels must multiply."""
+        up = dataclasses.replace(self.unit, joined=False).product  # halves of joined weights, too, start at 16 bytes
+        return ("fwd", up), ("dgrad" if self.form != "alone" else "fwd", self.down)
 
     @property
     def down(self) -> grouped_matmul.Problem:
@@ -90,7 +99,7 @@ class Problem:
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """The static part of a call, beside shapes. compute_dtype is that of all values that are not in FP8, x_dtype and
-    w_dtype are those of the gradients, precision is that of float32 products."""
+    w_dtype are those of the gradients, precision is that of float32 products, form is `Problem.form`."""
 
     plan: Plan
     activation: str
@@ -100,14 +109,14 @@ class Spec:
     x_dtype: jnp.dtype
     w_dtype: jnp.dtype
     precision: lax.Precision = lax.Precision.DEFAULT
+    form: Literal["two", "joined", "alone"] = "two"
 
 
 def _triton(problem: Problem, device: Device) -> bool:
     if problem.recipe is not None:
         return runs_gluon(device) and not problem.stored
-    products = (("fwd", problem.unit.product), ("dgrad", problem.down))
     least = grouped_matmul.LEAST_ROWS_OF_UNIT
-    return all(grouped_matmul.takes_triton(name, product, device, least) for name, product in products)
+    return all(grouped_matmul.takes_triton(name, product, device, least) for name, product in problem.products)
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
@@ -121,11 +130,18 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
         if plan.fused is not None:
             raise ValueError(f"recipe={p.recipe!r} has no kernel for the plan's fused: leave it out.")
         return _recipe_parts(call) | {"rows": call.part(permute.make_plan, *copies)}
+    if triton:
+        for _, product in p.products:
+            grouped_matmul.check_triton(product, call.device)
+    if p.form == "alone":
+        if plan.fused is not None or plan.gather:
+            raise NotImplementedError("experts without a gate have no kernel for fused or gather: leave them out.")
+        unit, down = ((grouped_matmul.make_plan, *part) for part in ((p.unit.product, plan.unit), (p.down, plan.down)))
+        parts = {"unit": call.part(*unit), "down": call.part(*down), "rows": call.part(permute.make_plan, *copies)}
+        return parts | {"gather": False}
     unit = call.part(grouped_glu.make_plan, p.unit, plan.unit)
     fused, gathers = None, unit.fused is not None
     if triton:
-        for product in (p.unit.product, p.down):
-            grouped_matmul.check_triton(product, call.device)
         short = p.R <= 128 * p.E  # groups
         gathers = gathers and p.D % 64 == 0 and p.F <= _WIDEST_GATHERED and not short
         if plan.gather and p.D % 64:

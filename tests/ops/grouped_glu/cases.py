@@ -42,12 +42,14 @@ class Case:
     def arrays(self) -> tuple:
         return tuple(vars(self).values())
 
-    def clean(self, *, joined: bool = False) -> dict:
-        """The op's arguments in numpy, without NaN."""
+    def clean(self, *, joined: bool = False, biased: bool = False) -> dict:
+        """The op's arguments in numpy, without NaN. biased: with the rows of a weight matrix as biases."""
+        bias = (self.w_up[:, -1], self.w_gate[:, 0]) if biased else None
         weights = {"w_gate": self.w_gate, "w_up": self.w_up}
         if joined:
             weights = {"w_gate": jnp.concatenate([self.w_gate, self.w_up], axis=2), "w_up": None}
-        given = {"x": jnp.nan_to_num(self.x)} | weights | {"group_offsets": self.offsets}
+            bias = (jnp.concatenate(bias, axis=1), None) if biased else None
+        given = {"x": jnp.nan_to_num(self.x)} | weights | {"group_offsets": self.offsets, "biases": bias}
         return jax.tree.map(np.asarray, given)
 
 

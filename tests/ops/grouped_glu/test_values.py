@@ -33,17 +33,19 @@ ROUTINGS = {
 }
 
 
-def check(run: str, sizes, K: int, F: int, *, kind="float32", joined=False, before=1, after=2, **options) -> None:
+def check(
+    run: str, sizes, K: int, F: int, *, kind="float32", joined=False, biased=False, before=1, after=2, **options
+) -> None:
     """Two products, a product of both and another one: each adds its roundings."""
     case = make_unit(sizes, K, F, dtype=kind, before=before, after=after)
-    arguments = case.clean(joined=joined)
+    arguments = case.clean(joined=joined, biased=biased)
     compare("grouped_glu", "xla", arguments, kind, 2, plan=plan_of(run), precision="highest", **options)
 
 
 @pytest.mark.parametrize("run", [*FUSED, *SPLIT])
 @pytest.mark.parametrize(("sizes", "before", "after"), ROUTINGS.values(), ids=ROUTINGS)
 def test_few_rows(run, sizes, before, after):
-    check(run, sizes, 19, 37, before=before, after=after)
+    check(run, sizes, 19, 37, before=before, after=after, biased=True)
 
 
 @pytest.mark.parametrize("run", ["own", pytest.param("own-gpu", marks=pytest.mark.gpu)])
@@ -56,7 +58,7 @@ def test_own_tiles_of_few_rows(run, dtype):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_one_array_of_weights(run):
-    check(run, [9, 0, 31], 19, 37, joined=True)
+    check(run, [9, 0, 31], 19, 37, joined=True, biased=True)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -80,15 +82,18 @@ def test_what_stands_outside_is_not_read(run, joined):
     ("run", "activation"),
     [
         *itertools.product(["interpret"], ["gelu_tanh", "sigmoid"]),
+        ("interpret", "swiglu_oai"),
         ("fused", "relu"),
         *(
             pytest.param(*each, marks=pytest.mark.gpu)
-            for each in itertools.product(["gpu", "fused-gpu"], ["gelu", "gelu_tanh", "relu", "relu2", "sigmoid"])
+            for each in itertools.product(
+                ["gpu", "fused-gpu"], ["gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu_oai"]
+            )
         ),
     ],
 )
 def test_activations(run, activation):
-    check(run, [5, 0, 9], 8, 12, activation=activation)
+    check(run, [5, 0, 9], 8 if activation != "swiglu_oai" else 200, 12, activation=activation)
 
 
 @pytest.mark.parametrize("run", [*RUNS, *SPLIT])

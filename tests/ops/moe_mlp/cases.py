@@ -22,7 +22,10 @@ from tests.ops.permute.cases import TILE, make_routing
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
 FEW = ["few", pytest.param("few-gpu", marks=pytest.mark.gpu)]  # the forward's kernel for few rows, which gathers them
 QUICK = RUNS[::2]  # for what the kernels that are interpreted have no part in
-NAMES = ("out", "dx", "dweights", "dw_gate", "dw_up", "dw_down")
+WEIGHTS = ("w_gate", "w_up", "w_down")
+BIASES = ("b_gate", "b_up", "b_down")
+NAMES = ("out", "dx", "dweights", *(f"d{name}" for name in WEIGHTS))
+OF_BIASES = tuple(f"d{name}" for name in BIASES)
 
 
 def plan_of(run: str) -> Plan:
@@ -55,6 +58,8 @@ class Variant:
     last: int | None = None
     activation: str = "silu"
     save: str = "preactivations"
+    form: str = "two"  # "joined": gate and up in one array; "alone": no gate
+    biased: tuple[str, ...] = ()  # of BIASES
 
     @property
     def experts(self) -> int:
@@ -86,9 +91,18 @@ def make_case(variant: Variant, seed: int = 0) -> dict:
         for name, shape in shapes.items()
     }
     case |= {name: case[name] * bad for name in ("x", "dout")}
-    return {"routing": routing} | {
-        name: put(array, (v.out_dtype if name == "dout" else None) or v.dtype) for name, array in case.items()
-    }
+    case = {name: put(array, (v.out_dtype if name == "dout" else None) or v.dtype) for name, array in case.items()}
+    widths = dict(zip(BIASES, (F, F, N), strict=True))
+    case |= {name: put(rng.normal(size=(G, n)), "float32") if name in v.biased else None for name, n in widths.items()}
+    if v.form == "joined":
+        case |= {"w_gate": jnp.concatenate([case["w_gate"], case["w_up"]], axis=2), "w_up": None}
+        if v.biased:
+            case |= {"b_gate": jnp.concatenate([case["b_gate"], case["b_up"]], axis=1), "b_up": None}
+    if v.form == "alone":
+        case |= {"w_gate": None, "b_gate": None}
+    if v.activation == "swiglu_oai":  # a third of gate and up is clamped
+        case |= {name: 8 * case[name] for name in ("w_gate", "w_up") if case[name] is not None}
+    return {"routing": routing} | case
 
 
 def clean(case: dict) -> dict:
@@ -102,9 +116,11 @@ def clean(case: dict) -> dict:
     )
 
 
-def mlp(variant: Variant, run: str, x, w_gate, w_up, w_down, routing: jaxops.Routing, **options) -> jax.Array:
+def mlp(
+    variant: Variant, run: str, x, w_gate, w_up, w_down, routing: jaxops.Routing, biases=None, **options
+) -> jax.Array:
     if run == "reference":
-        out = moe_mlp_reference(x, w_gate, w_up, w_down, routing, activation=variant.activation)
+        out = moe_mlp_reference(x, w_gate, w_up, w_down, routing, biases=biases, activation=variant.activation)
         return out.astype(variant.out_dtype or variant.dtype)
     how = {
         "activation": variant.activation,
@@ -113,7 +129,9 @@ def mlp(variant: Variant, run: str, x, w_gate, w_up, w_down, routing: jaxops.Rou
         "precision": "highest",
         "plan": plan_of(run),
     }
-    return jaxops.moe_mlp(x, w_gate, w_up, w_down, routing, **how | options)
+    if variant.form == "alone" and run != "xla":
+        how["plan"] = dataclasses.replace(how["plan"], unit=how["plan"].down)
+    return jaxops.moe_mlp(x, w_gate, w_up, w_down, routing, biases=biases, **how | options)
 
 
 @functools.cache
@@ -122,15 +140,19 @@ def compiled(run: str, variant: Variant, **options):
 
     def everything(case: dict) -> dict:
         routing, v = case["routing"], variant
-        operands = [case[name] for name in ("x", "w_gate", "w_up", "w_down")]
+        operands = [case[name] for name in ("x", *WEIGHTS, *BIASES)]
         if run == "reference":
-            v, operands = dataclasses.replace(v, out_dtype="float32"), [a.astype(jnp.float32) for a in operands]
+            v = dataclasses.replace(v, out_dtype="float32")
+            operands = jax.tree.map(lambda a: a.astype(jnp.float32), operands)
 
         def weighted(x, weights, *experts):
-            return mlp(v, run, x, *experts, dataclasses.replace(routing, weights=weights), **options)
+            biases = experts[3:] if v.biased else None
+            own = dataclasses.replace(routing, weights=weights)
+            return mlp(v, run, x, *experts[:3], own, biases, **options)
 
         out, vjp = jax.vjp(weighted, operands[0], routing.weights, *operands[1:])
-        return dict(zip(NAMES, (out, *vjp(case["dout"].astype(out.dtype))), strict=True))
+        every = dict(zip(NAMES + OF_BIASES, (out, *vjp(case["dout"].astype(out.dtype))), strict=True))
+        return {name: x for name, x in every.items() if x is not None}
 
     return jax.jit(everything)
 
@@ -154,8 +176,9 @@ def check(case: dict, variant: Variant, run: str) -> dict:
 def check_values(got: dict, want: dict, variant: Variant) -> None:
     """In bfloat16 gate, up, h, their gradients and the result are rounded: twice the table's error; sums of one or two
     terms do not average the roundings."""
-    dtypes = {"out": variant.out_dtype or variant.dtype, "dweights": "float32"}
-    for name in NAMES:
+    dtypes = {"out": variant.out_dtype or variant.dtype} | dict.fromkeys(("dweights", *OF_BIASES), "float32")
+    assert got.keys() == want.keys()
+    for name in want:
         assert got[name].dtype == dtypes.get(name, variant.dtype), name
         assert_close(got[name], want[name], variant.dtype, name, scale=2, roundings=4)
 
@@ -165,6 +188,6 @@ def check_zeros(got: dict, routing: jaxops.Routing) -> None:
     kept = has_row(routing)
     empty = np.diff(np.asarray(routing.group_offsets)) == 0
     nothing = dict.fromkeys(("out", "dx"), ~kept.any(axis=1)) | {"dweights": ~kept}
-    nothing |= dict.fromkeys(("dw_gate", "dw_up", "dw_down"), empty)
+    nothing |= dict.fromkeys(NAMES[3:] + OF_BIASES, empty)
     for name, value in got.items():
         assert not np.asarray(value, np.float32)[nothing[name]].any(), name

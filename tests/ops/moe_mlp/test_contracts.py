@@ -18,7 +18,8 @@ ROUTING, OPERANDS = CASE["routing"], (CASE["x"], CASE["routing"].weights, CASE["
 @pytest.mark.parametrize(("save", "kept"), [("preactivations", 2), ("nothing", 0)])
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_what_the_forward_keeps(compute_dtype, save, kept):
-    """Of the rows gate and up, or nothing; beside them x and the experts in the compute dtype, and the routing."""
+    """Of the rows gate and up, or nothing; beside them x in the compute dtype, the routing, and the experts as they
+    are: cast ones would be a second copy of all layers' weights in a scan."""
 
     def f(x, weights, *experts):
         routing, options = dataclasses.replace(ROUTING, weights=weights), {"save": save, "compute_dtype": compute_dtype}
@@ -29,7 +30,8 @@ def test_what_the_forward_keeps(compute_dtype, save, kept):
     found = [
         (leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(vjp) if len(leaf.shape) > 1 and leaf.shape != places
     ]
-    operands = [(CASE[name].shape, compute_dtype) for name in ("x", "w_gate", "w_up", "w_down")]
+    operands = [(CASE["x"].shape, compute_dtype)]
+    operands += [(CASE[name].shape, "float32") for name in ("w_gate", "w_up", "w_down")]
     assert sorted(found) == sorted(operands + kept * [((R, SHARD.F), compute_dtype)])
 
 

@@ -48,13 +48,34 @@ def stored(*sizes: int, scaling: Any = "block_128x128") -> Quantized:
 
 
 FP8 = {"recipe": "rowwise"}
+JOINED = {"w_gate": zeros(E, D, 2 * F), "w_up": None}
 STORED = {"w_gate": stored(E, D, F), "w_up": stored(E, D, F), "w_down": stored(E, F, N)}
 # What differs from the arguments above, the error, and what its message must name.
 ERRORS = [
     ({"x": (zeros(T, D),)}, TYPES, r"x is a tuple and routing is a Routing.*a Routing a piece"),
     ({"x": (), "routing": ()}, SHAPES, r"x is an empty tuple"),
     ({"x": (zeros(T, D),), "routing": 2 * (ROUTING,)}, SHAPES, r"len\(routing\)"),
-    ({"w_up": None}, TYPES, r"w_up is None.*\[E, D, F\]"),
+    ({"w_gate": None, "w_up": None}, SHAPES, r"w_gate and w_up are None; pass both, or w_up alone"),
+    ({"w_up": None}, SHAPES, r"w_down .*E, F = 3, 3, as w_gate, \[E, D, 2 F\] without w_up, is \(3, 4, 6\)"),
+    (JOINED | {"w_gate": zeros(E, D, 7)}, SHAPES, r"w_gate has shape \(3, 4, 7\); without w_up .* an even number"),
+    ({"w_gate": None, "w_up": zeros(E, D, 5)}, SHAPES, r"E, F = 3, 5, as w_up is \(3, 4, 5\)"),
+    ({"w_gate": None, "activation": "swiglu_oai"}, SHAPES, "'swiglu_oai' is a unit of gate and up.*pass w_gate"),
+    (
+        {"biases": zeros(E, F)},
+        TYPES,
+        r"biases is .*; pass a tuple of a bias, or None, for each of w_gate, w_up, w_down",
+    ),
+    ({"biases": (None, None)}, TYPES, "biases is a tuple of 2; pass a tuple of a bias, or None, for each"),
+    ({"biases": (zeros(E, N), None, None)}, SHAPES, r"bias of w_gate has shape \(3, 3\); it must be \(3, 6\)"),
+    ({"biases": (None, None, zeros(E, F))}, SHAPES, r"bias of w_down has shape \(3, 6\); it must be \(3, 3\)"),
+    ({"biases": (None, None, zeros(E, N, dtype="int32"))}, TYPES, "the bias of w_down is int32"),
+    (JOINED | {"biases": (None, zeros(E, F), None)}, SHAPES, "biases has one for w_up, which is None: write None"),
+    (FP8 | {"biases": (None, None, zeros(E, N))}, GAPS, "recipe='rowwise' has no biases: leave recipe out, or add"),
+    (FP8 | JOINED, GAPS, r"recipe='rowwise' has kernels for .* two arrays only: pass w_gate\[\.\.\., :F\]"),
+    (FP8 | {"w_gate": None}, GAPS, "recipe='rowwise' has .* two arrays only: pass w_gate and w_up"),
+    (FP8 | {"activation": "swiglu_oai"}, GAPS, "recipe='rowwise' has no unit 'swiglu_oai': leave recipe out"),
+    (STORED | {"activation": "swiglu_oai"}, GAPS, "Quantized weights have no unit 'swiglu_oai'"),
+    (STORED | {"biases": (None, None, zeros(E, N))}, GAPS, "Quantized weights have no biases"),
     ({"w_up": zeros(E, D, F + 1)}, SHAPES, r"w_up has shape \(3, 4, 7\); it must be that of w_gate, \(3, 4, 6\)"),
     ({"w_up": zeros(E, D, F, dtype="bfloat16")}, TYPES, r"w_up is bfloat16 and w_gate is float32"),
     (

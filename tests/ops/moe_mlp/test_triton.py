@@ -4,6 +4,7 @@ Their numbers: tests/ops/hopper_cases.py, and of whole calls on a GPU test_value
 """
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jaxops.ops.moe_mlp import Plan, Problem, TileOrder, make_plan
 from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
 from tests.gluon import SHARED_BYTES, Kernel, check, compiled, kernel_calls
 from tests.hopper import H200 as ABSTRACT
+from tests.hopper import on_h200
 
 pytestmark = pytest.mark.versions
 
@@ -36,14 +38,13 @@ def routing_of(T: int, k: int, E: int) -> jaxops.Routing:
     return jax.eval_shape(lambda logits: jaxops.route(logits, k, backend="xla"), shape(T, E, dtype="float32"))
 
 
-def backward(activation: str = "silu", dtype: str = "bfloat16") -> Kernel:
+def backward(activation: str = "silu", joined: bool = False, dtype: str = "bfloat16") -> Kernel:
     how = {"activation": activation, "panel": 4}
-    rows = shape(R, F, dtype=dtype)
+    pre = (shape(R, 2 * F, dtype=dtype),) if joined else (shape(R, F, dtype=dtype),) * 2
     operands = (
         shape(R, D, dtype=dtype),
         shape(E, F, D, dtype=dtype),
-        rows,
-        rows,
+        pre,
         shape(R, dtype="float32"),
         shape(E + 1, dtype="int32"),
     )
@@ -51,12 +52,13 @@ def backward(activation: str = "silu", dtype: str = "bfloat16") -> Kernel:
     return kernel
 
 
-def test_kernel(tmp_path):
+@pytest.mark.parametrize(("activation", "joined", "spilled"), [("silu", False, 160), ("swiglu_oai", True, 240)])
+def test_kernel(activation, joined, spilled, tmp_path):
     """A consumer multiplies its 128 rows, 64 at a time, by 128 columns, 64 of D in four instructions."""
-    kernel = backward("silu")
+    kernel = backward(activation, joined)
     # A quarter of a tile is activated while the sums of the others wait in registers: a few that do not fit go out and
     # come back once a tile, not in the loop that multiplies.
-    check(kernel, ["m64n128k16.f32.bf16.bf16"] * 16, 2, SHARED_BYTES, tmp_path, spilled=160)
+    check(kernel, ["m64n128k16.f32.bf16.bf16"] * 16, 2, SHARED_BYTES, tmp_path, spilled=spilled)
     assert "cp.async.bulk.tensor.3d.global.shared" in kernel.ptx  # whole pieces leave by TMA,
     assert "st.global.v4" in kernel.ptx  # others 16 bytes a thread
 
@@ -97,6 +99,27 @@ def test_a_users_call(save, kept):
     assert launched(
         lambda routing, *given: jaxops.moe_mlp(*given, routing, save=save), routing_of(500, 2, E), *OPERANDS
     ) == [("grouped_glu_fwd", 1), (FWD, 1)]
+
+
+@pytest.mark.parametrize("form", ["joined", "alone"])
+def test_other_forms_of_weights(form):
+    """Gate and up in one array are one product each, forward, for x, and for the weights, and nothing cuts or joins
+    arrays of their size. Without a gate the activation is XLA's."""
+    x, w, _, w_down = OPERANDS
+    biases = (shape(E, 2 * F), None, shape(E, D)) if form == "joined" else (None, shape(E, F), shape(E, D))
+    weights = (shape(E, D, 2 * F), None) if form == "joined" else (None, w)
+
+    def gradients(routing, dout, x, weights, w_down, biases):
+        call = lambda x, weights, w_down, biases: jaxops.moe_mlp(x, *weights, w_down, routing, biases=biases)
+        return jax.vjp(call, x, weights, w_down, biases)[1](dout)
+
+    given = (routing_of(500, 2, E), shape(500, D), x, weights, w_down, biases)
+    inner = [("grouped_glu_fwd", 2), (FWD, 1), ("moe_mlp_bwd", 3)]
+    outer = [(FWD, 1), (FWD, 1), (DGRAD, 1)]
+    assert launched(gradients, *given) == [*(inner if form == "joined" else outer), (WGRAD, 1), (DGRAD, 1), (WGRAD, 1)]
+    with on_h200():
+        text = str(jax.make_jaxpr(gradients)(*given))
+    assert not re.search(r"bf16\[(1000|3,528),(784|1568)\] = (concatenate|pad|slice|split)", text)
 
 
 @pytest.mark.parametrize("empty", ["E", "T"])
@@ -141,7 +164,8 @@ def test_which_rows_are_gathered():
 
 def test_what_auto_leaves_to_the_others():
     """Tiny groups (31 rows), other dtypes, rows not aligned to 16 bytes: the ops inside choose by themselves."""
-    for change in ({"E": 265}, {"dtype": "float32"}, {"N": 1020}, {"F": 3580}, {"D": 1020}):
+    joined = {"form": "joined", "F": 3580}
+    for change in ({"E": 265}, {"dtype": "float32"}, {"N": 1020}, {"F": 3580}, {"D": 1020}, joined):
         plan = make_plan(dataclasses.replace(PROBLEM, **change), H200)
         assert (plan.backend, plan.fused) == ("pallas", None)
         if "N" in change:
@@ -166,6 +190,16 @@ def test_what_it_cannot(change, device, says):
     for plan in (Plan("triton"), parts):
         with pytest.raises(NotImplementedError, match=says):
             make_plan(problem, device, plan=plan)
+
+
+def test_without_a_gate():
+    alone = dataclasses.replace(PROBLEM, form="alone")
+    plan, unit = make_plan(alone, H200), grouped_matmul.Problem(8, 8192, 1024, 3584, "bfloat16")
+    assert (plan.backend, plan.fused, plan.gather) == ("triton", None, False)
+    assert plan.unit == grouped_matmul.make_plan(unit, H200, backend="triton")
+    for given in ({"fused": TileOrder()}, {"gather": True}):
+        with pytest.raises(NotImplementedError, match="without a gate have no kernel for fused or gather"):
+            make_plan(alone, H200, plan=Plan("triton", **given))
 
 
 def test_shard_map_checks_the_kernels_varying_axes():

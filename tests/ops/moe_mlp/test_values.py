@@ -13,11 +13,13 @@ from jaxops._lib.numerics.activations import ACTIVATIONS
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.moe_mlp.cases import (
+    BIASES,
     FEW,
     NAMES,
     QUICK,
     RUNS,
     SHARD,
+    WEIGHTS,
     Variant,
     check,
     check_values,
@@ -36,6 +38,17 @@ VARIANTS = {
     "eight": Variant(T=7, D=24, F=40, N=24, k=8, E=9, dtype="bfloat16", out_dtype="float32", capacity=6, last=7),
     "empty-experts": Variant(T=4, D=9, F=5, N=6, k=2, E=16, dtype="bfloat16"),
 }
+OAI = {"activation": "swiglu_oai", "biased": BIASES}
+# Weights in other forms, biases, gpt-oss' unit.
+FORMS = {
+    "gpt-oss": dataclasses.replace(SHARD, **OAI),
+    "joined": dataclasses.replace(SHARD, **OAI, form="joined", F=24),
+    "joined-bfloat16": dataclasses.replace(VARIANTS["eight"], form="joined"),
+    "some-biases": dataclasses.replace(VARIANTS["one-choice"], biased=("b_up", "b_down")),
+    "alone": dataclasses.replace(SHARD, activation="relu2", form="alone", biased=BIASES),
+    "alone-again": dataclasses.replace(VARIANTS["eight"], activation="sigmoid", form="alone", save="nothing"),
+}
+VARIANTS |= FORMS
 
 
 @pytest.mark.parametrize(
@@ -44,8 +57,8 @@ VARIANTS = {
         *((variant, run) for variant in VARIANTS for run in RUNS[:2]),
         *(pytest.param(variant, "gpu", marks=pytest.mark.gpu) for variant in VARIANTS),
         # The forward's kernel for few rows; the backward is that of the other runs. More sizes: tests/ops/grouped_glu.
-        *((variant, "few") for variant in ("shard", "eight")),
-        *(pytest.param(variant, "few-gpu", marks=pytest.mark.gpu) for variant in ("shard", "eight")),
+        *((variant, "few") for variant in ("shard", "eight", "gpt-oss")),
+        *(pytest.param(variant, "few-gpu", marks=pytest.mark.gpu) for variant in ("shard", "eight", "gpt-oss")),
     ],
 )
 def test_variants(variant, run):
@@ -190,18 +203,18 @@ def test_shards_add_up(run):
 )
 def test_pieces(run, w_dtype):
     """Of 13 tokens in pieces of 5, 1 and 7: results and gradients are those of all tokens in one piece. Weights'
-    gradients are added in float32, whatever their dtype."""
-    v = dataclasses.replace(SHARD, first=0, last=None)
+    gradients are added in float32, whatever their dtype; and biases'."""
+    v = dataclasses.replace(SHARD, first=0, last=None, biased=BIASES)
     case, logits = clean(make_case(v)), put(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
-    experts = tuple(case[name].astype(w_dtype) for name in ("w_gate", "w_up", "w_down"))
+    experts = tuple(case[name].astype(w_dtype) for name in (*WEIGHTS, *BIASES))
     x, cuts = case["x"].astype("float32"), (5, 6)
 
     def whole(x, logits, *experts):
-        return mlp(v, run, x, *experts, jaxops.route(logits, v.k), compute_dtype="float32")
+        return mlp(v, run, x, *experts[:3], jaxops.route(logits, v.k), experts[3:], compute_dtype="float32")
 
     def in_pieces(x, logits, *experts):
         routings = tuple(jaxops.route(some, v.k) for some in jnp.split(logits, cuts))
-        ys = mlp(v, run, tuple(jnp.split(x, cuts)), *experts, routings, compute_dtype="float32")
+        ys = mlp(v, run, tuple(jnp.split(x, cuts)), *experts[:3], routings, experts[3:], compute_dtype="float32")
         return jnp.concatenate(ys)
 
     def results(f, *operands):
@@ -209,10 +222,25 @@ def test_pieces(run, w_dtype):
         return y, *vjp(case["dout"].astype(y.dtype))
 
     got, want = (jax.jit(functools.partial(results, f))(x, logits, *experts) for f in (in_pieces, whole))
-    names = ("y", "dx", "dlogits", "dw_gate", "dw_up", "dw_down")
+    names = ("y", "dx", "dlogits", *WEIGHTS, *BIASES)
     for name, ours, wanted in zip(names, got, want, strict=True):
         assert ours.dtype == wanted.dtype, name
         assert_close(ours, wanted, "bfloat16" if ours.dtype == jnp.bfloat16 else "float32", name)
+
+
+@pytest.mark.parametrize("run", QUICK)
+def test_gradient_of_downs_bias_is_summed_in_float32(run):
+    """The router's weights are not rounded to bfloat16."""
+    variant = dataclasses.replace(VARIANTS["eight"], biased=("b_down",))
+    case = clean(make_case(variant))
+    position, offsets = (np.asarray(x) for x in (case["routing"].row_positions, case["routing"].group_offsets))
+    expert = np.searchsorted(offsets, position, side="right") - 1
+    shares = np.where(has_row(case["routing"]), np.asarray(case["routing"].weights, np.float64), 0)
+    # The cotangent is rounded to the products' dtype, as dout is here.
+    dout = np.asarray(case["dout"].astype(jnp.bfloat16), np.float64)
+    want = np.stack([np.sum(shares * (expert == e), axis=1) @ dout for e in range(variant.experts)])
+    got = np.asarray(compiled(run, variant)(case)["db_down"])
+    np.testing.assert_allclose(got, want, atol=3e-5 * np.abs(want).max(), rtol=0)
 
 
 @pytest.mark.gpu

@@ -145,6 +145,12 @@ def current_device() -> Device:
     return Device(device.device_kind, device.platform, cores=device.num_cores or 0, shared=several)
 
 
+def over_several_devices() -> bool:
+    """Whether a call may belong to a program of several devices that XLA splits: not inside of `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() > 1 if mesh.empty else mesh.size > 1 and not mesh.manual_axes
+
+
 def default_device() -> Any:
     """JAX's default device, as JAX's own object."""
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]

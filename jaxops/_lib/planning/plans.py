@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.partitioning import warn_if_split
 from jaxops._lib.arrays.symbolic import is_symbolic
 from jaxops._lib.planning.device import Capability, Device, device_of, warn_once
 from jaxops._lib.planning.recorded import Decision, Source, note, watched
@@ -83,6 +84,8 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
       fit: (pass, tiles, call) -> the tiles as this problem takes them, or an error.
       others: call -> the plan's other fields, or an error for what the backend cannot do.
       symbolic: fields of the problem that may be symbolic sizes of `jax.export`, on the portable backend.
+      splits: whether rows that XLA has split over devices need no warning: the op has a rule for them (`partitioned`),
+        or they are of few numbers.
     """
 
     plan: type[PlanT]
@@ -99,6 +102,7 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
     fit: Callable[[str, TilesT, Call[ProblemT, PlanT]], TilesT] = lambda name, tiles, call: tiles
     others: Callable[[Call[ProblemT, PlanT]], dict[str, Any]] = lambda call: {}
     symbolic: tuple[str, ...] = ()
+    splits: bool = False
 
     def make_plan(
         self,
@@ -150,7 +154,9 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         and the operands, pytrees, as `vary_together` marks them)."""
         device = device_of(*operands)
         plan = self.make_plan(problem, device, tuned_rows(self.op, device), backend=backend, plan=plan)
-        return plan, *vary_together(*operands)
+        operands = vary_together(*operands)
+        kernel = plan.backend not in ("xla", self.library)
+        return plan, *(warn_if_split(self.op, *operands) if kernel and not self.splits else operands)
 
     def candidates(self, pass_name: str, problem: ProblemT, device: Device, kernel: str = "pallas") -> list[TilesT]:
         """Tiles worth measuring for one pass, without repeats: the heuristic's first."""

@@ -1,5 +1,6 @@
 """The public functions: checks, then the custom_vjp of the passes."""
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -17,11 +18,12 @@ from jaxops._lib.arrays.checks import (
     check_size,
 )
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
+from jaxops._lib.arrays.partitioning import Part, partitioned
 from jaxops._lib.arrays.symbolic import is_symbolic
 from jaxops._lib.numerics.activations import Activation, activation_name
 from jaxops._lib.numerics.fp8 import BLOCK, FP8, Quantized
 from jaxops.ops.adaln.kernels_pallas import backward_pallas, forward_pallas
-from jaxops.ops.adaln.plan import PER, PLANNER, STATS, Arrays, Plan, Problem, Spec
+from jaxops.ops.adaln.plan import PER, PLANNER, STATS, Arrays, Plan, Problem, Spec, Tiles, one_wave
 from jaxops.ops.adaln.xla import backward_xla, forward_xla
 
 Norm = Literal["layer", "rms"]
@@ -213,8 +215,7 @@ def _is_per_row(per: str | None, modulation: dict, T: int, first: str, offsets) 
 def _run(spec: Spec, arrays: Arrays, backend: str, plan: Plan | None) -> tuple[Any, Any]:
     """The new residual (None without a gate), and y (None without norm)."""
     (T, D), B = arrays.x.shape, arrays.offsets.shape[0] - 1
-    problem = Problem(T, D, B, jnp.dtype(arrays.x.dtype).name, arrays.gate is not None, spec.out_dtype in FP8)
-    plan, arrays = PLANNER.prepare(problem, backend, plan, arrays)
+    plan, arrays = PLANNER.prepare(_problem(spec, arrays), backend, plan, arrays)
     if 0 in (T, D, B):  # no row is in a sequence
         results = {"residual": arrays.x, "y": jnp.zeros((T, D), spec.out_dtype)}
         results["y_scales"] = jnp.zeros((-(-D // BLOCK), T), jnp.float32)
@@ -226,12 +227,37 @@ def _run(spec: Spec, arrays: Arrays, backend: str, plan: Plan | None) -> tuple[A
     return results.get("residual"), y
 
 
+def _problem(spec: Spec, arrays: Arrays) -> Problem:
+    (T, D), B, dtype = arrays.x.shape, arrays.offsets.shape[0] - 1, jnp.dtype(arrays.x.dtype).name
+    return Problem(T, D, B, dtype, arrays.gate is not None, spec.out_dtype in FP8)
+
+
+def _tiles(name: str, plan: Plan, T: int, spec: Spec, arrays: Arrays) -> Tiles:
+    """Of a pass; T: the rows of all devices. A device's own rows are cut into programs anew."""
+    tiles = getattr(plan, name)
+    return tiles if arrays.x.shape[0] == T else one_wave(name, tiles, _problem(spec, arrays), plan.on)
+
+
+def _axes(spec: Spec) -> dict[str, str]:
+    """What `partitioned` may split of the operands, results and gradients: the rows."""
+    of_modulation = "m." if spec.per_row else ".."
+    rows, modulation = dict.fromkeys(("x", "h", "residual", "y"), "m."), ("gate", "scale", "shift")
+    others = {"weight": ".", "bias": ".", "offsets": "#", "y_scales": ".m", "mean": "m", "rstd": "m"}
+    return rows | dict.fromkeys(modulation, of_modulation) | others
+
+
 def _forward(spec: Spec, plan: Plan, save_stats: bool, arrays: Arrays) -> dict[str, jax.Array]:
     """Results: residual (with a gate), y (with norm), y_scales (FP8), mean and rstd (with save_stats, no gradient)."""
+    call, axes = functools.partial(_forward_part, spec, plan, save_stats, arrays.x.shape[0]), _axes(spec)
+    return partitioned(call, arrays, [axes[name] for name in Arrays._fields], axes, split="m")
+
+
+def _forward_part(spec: Spec, plan: Plan, save_stats: bool, T: int, _: Part, *rows: Any) -> dict[str, jax.Array]:
+    arrays = Arrays(*rows)
     if plan.backend == "xla":
         return forward_xla(spec, arrays)
-    assert plan.fwd is not None  # make_plan fills it
-    return forward_pallas(spec, plan.fwd, arrays, save_stats=save_stats, interpret=plan.on.interpret)
+    tiles = _tiles("fwd", plan, T, spec, arrays)
+    return forward_pallas(spec, tiles, arrays, save_stats=save_stats, interpret=plan.on.interpret)
 
 
 def _call_fwd(spec: Spec, plan: Plan, save_stats: bool, arrays: Arrays):
@@ -257,15 +283,31 @@ def _call_bwd(spec: Spec, plan: Plan, save_stats: bool, saved, cotangents: dict)
 
 def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, dx_in, dy, stats: dict[str, jax.Array]) -> Any:
     """Cotangents of `arrays`, None for none. dx_in, dy: of the new residual and of y, or None."""
+    call, axes = functools.partial(_backward_part, spec, plan, arrays.x.shape[0]), _axes(spec)
+    given = [*(axes[name] for name in Arrays._fields), "m.", "m.", "m"]
+    return _as_arrays(partitioned(call, (*arrays, dx_in, dy, stats), given, axes, split="m"))
+
+
+def _backward_part(spec: Spec, plan: Plan, T: int, part: Part, *operands: Any) -> dict[str, jax.Array]:
+    *rows, dx_in, dy, stats = operands
+    arrays = Arrays(*rows)
+    if part.first("m") is not None:  # sums of a device are rounded when they are added
+        summed = ("weight", "bias") if spec.per_row else ("gate", "scale", "shift", "weight", "bias")
+        wide = {name: x.astype(jnp.float32) for name in summed if (x := getattr(arrays, name)) is not None}
+        arrays = arrays._replace(**wide)
     if plan.backend == "xla":
-        gradients = backward_xla(spec, arrays, dx_in, dy)
-    else:
-        assert plan.bwd is not None  # make_plan fills it
-        gradients = backward_pallas(spec, plan.bwd, arrays, dx_in, dy, stats, interpret=plan.on.interpret)
+        return backward_xla(spec, arrays, dx_in, dy)
+    tiles = _tiles("bwd", plan, T, spec, arrays)
+    return backward_pallas(spec, tiles, arrays, dx_in, dy, stats, interpret=plan.on.interpret)
+
+
+def _as_arrays(gradients: dict[str, jax.Array]) -> Arrays:
     return Arrays(**(dict.fromkeys(Arrays._fields) | gradients))  # pyright: ignore[reportArgumentType]
 
 
+def _plain_gradients(spec: Spec, _, arrays: Arrays, dx_in, dy, stats: dict[str, jax.Array]) -> Arrays:
+    return _as_arrays(backward_xla(spec, arrays, dx_in, dy))
+
+
 _call = differentiable(_forward, _call_fwd, _call_bwd, static=3)
-_gradients = differentiable_as(
-    _find_gradients, lambda spec, plan, *operands: _find_gradients(spec, Plan("xla"), *operands), static=2
-)
+_gradients = differentiable_as(_find_gradients, _plain_gradients, static=2)

@@ -108,15 +108,15 @@ class Problem:
 
 
 def _key(pass_name: str, *, D: int, dtype: str, gated: bool, **_: Any) -> tuple:
-    """The exact width, which decides how a row is cut. The number of rows only makes more programs: see `_one_wave`."""
+    """The exact width, which decides how a row is cut. The number of rows only makes more programs: see `one_wave`."""
     return pass_name, D, dtype, gated
 
 
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
-    return tiles if tiles is getattr(call.plan, pass_name) else _one_wave(pass_name, tiles, call.problem, call.device)
+    return tiles if tiles is getattr(call.plan, pass_name) else one_wave(pass_name, tiles, call.problem, call.device)
 
 
-def _one_wave(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
+def one_wave(pass_name: str, tiles: Tiles, problem: Problem, device: Device) -> Tiles:
     """As many rows a program as make one wave. Programs of equal rows end together, and a further wave costs a start,
     in bwd more parts of sums too. docs/notes/2026-11-28_tiles_of_row_ops.md has the times."""
     programs = device.cores * _resident(pass_name, tiles, problem)
@@ -167,7 +167,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     if fwd and not problem.gated and 6144 < columns <= 8192:
         step = 2  # a multiprocessor has registers for one program, which loads two rows at a time
     ahead = fwd or not problem.gated or D <= 4096
-    return _one_wave(pass_name, Tiles(step, step, block, warps, ahead), problem, device)
+    return one_wave(pass_name, Tiles(step, step, block, warps, ahead), problem, device)
 
 
 def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> Iterator[Tiles]:
@@ -179,12 +179,14 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
         block = _block(problem.D, size)
         held = step * -(-problem.D // block) * block / (32 * warps)
         if 8 <= held <= most and block >= 128 * warps:
-            yield _one_wave(pass_name, Tiles(step, step, block, warps, ahead), problem, device)
+            yield one_wave(pass_name, Tiles(step, step, block, warps, ahead), problem, device)
 
 
 def _needs(problem: Problem) -> Capability:
     return ADA if problem.fp8 else AMPERE
 
 
-PLANNER = Planner(Plan, Tiles, PASSES, heuristic, _search, _key, _needs, fit=_fit, others=_others, symbolic=("T",))
+PLANNER = Planner(
+    Plan, Tiles, PASSES, heuristic, _search, _key, _needs, fit=_fit, others=_others, symbolic=("T",), splits=True
+)
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -14,6 +14,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jaxops._lib.arrays.differentiable import differentiable
 from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.partitioning import warn_if_split
 from jaxops._lib.numerics.fp8 import AMAX_MAX, Quantized, magnitudes
 from jaxops.ops.fp8_matmul.gemm_pallas import multiply_pallas
 from jaxops.ops.fp8_matmul.operand import Operand, operand_of, shape_of, unquantized
@@ -210,7 +211,10 @@ def product(spec: Spec, operands: Operands) -> Any:
     """(lhs @ rhs [M, N] in out_dtype, (largest magnitude of lhs, of rhs) now where amax is given, else None)."""
     leaves, tree = jax.tree.flatten(operands)
     # Marked outside the custom_vjp, so that JAX itself sums the gradient of an operand replicated over a mesh axis.
-    return _product(spec, jax.tree.unflatten(tree, vary_together(*leaves)))
+    leaves = vary_together(*leaves)
+    if spec.plan.backend != "xla":
+        leaves = warn_if_split("fp8_matmul", *leaves)
+    return _product(spec, jax.tree.unflatten(tree, leaves))
 
 
 def _product_forward(spec: Spec, operands: Operands):

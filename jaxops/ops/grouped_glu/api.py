@@ -21,6 +21,7 @@ from jaxops._lib.arrays.checks import (
 )
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.partitioning import Part, partitioned
 from jaxops._lib.arrays.precision import named_cast, resolve_precision
 from jaxops._lib.numerics.activations import UnitActivation, activation_name
 from jaxops._lib.planning.device import device_of
@@ -205,6 +206,13 @@ def _preactivations(spec: Spec, x: jax.Array, weights: Halves, biases: Biases, o
 
 def _glu_forward(spec: Spec, keep: bool, x: jax.Array, weights: Halves, biases: Biases, offsets: jax.Array) -> Any:
     """(h, the pre-activations if keep, else ())."""
+    two = len(weights) == 2  # of one weight the columns of gate and of up would be on other devices
+    axes, results = ("m.", "..n" if two else "...", ".n" if two else "..", "#"), "mn" if two else "m."
+    call = functools.partial(_glu_of_part, spec, keep)
+    return partitioned(call, (x, weights, biases, offsets), axes, results, split="mn")
+
+
+def _glu_of_part(spec: Spec, keep: bool, _: Part, x: jax.Array, weights: Halves, biases: Biases, offsets) -> Any:
     x, weights = x.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in weights)
     if spec.plan.fused is not None and 0 not in (*x.shape, *weights[0].shape):
         bias = biases_of_units(biases, weights)
@@ -265,4 +273,10 @@ def unit_backward(spec: Spec, pre: Halves, dh: jax.Array, offsets: jax.Array) ->
     return unit_bwd_pallas(spec, spec.plan.bwd, pre, dh, offsets, interpret=spec.plan.on.interpret)
 
 
-_unit_gradients = differentiable_as(unit_backward, bwd_xla, static=1)
+def _unit_backward(spec: Spec, pre: Halves, dh: jax.Array, offsets: jax.Array) -> Any:
+    axes = ("mn", "mn", "#") if len(pre) == 2 else ("m.", "m.", "#")
+    call = lambda part, *operands: unit_backward(spec, *operands)
+    return partitioned(call, (pre, dh, offsets), axes, axes[0], split="mn")
+
+
+_unit_gradients = differentiable_as(_unit_backward, bwd_xla, static=1)

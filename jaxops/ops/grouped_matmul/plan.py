@@ -384,6 +384,6 @@ def _pallas_tiles(pass_name: str, problem: Problem, device: Device) -> list[Tile
 
 PLANNER = Planner(
     Plan, Tiles, PASSES, heuristic, _search, _key, triton=runs_triton, kernel=_kernel, fit=_fit, others=_others,
-    symbolic=("M",),
+    symbolic=("M",), splits=True,
 )  # fmt: skip
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -14,6 +14,7 @@ from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.partitioning import Part, partitioned
 from jaxops._lib.arrays.precision import named_cast, resolve_precision
 from jaxops.ops.grouped_matmul.fwd_pallas import fwd_pallas
 from jaxops.ops.grouped_matmul.modalities import Shapes, launches, shapes_of
@@ -76,6 +77,13 @@ def _launch(name: str, spec: Spec, tiles: Tiles, *operands, **statics) -> Any:
     return kernel(*operands, tiles=tiles, precision=spec.precision, interpret=device.interpret, **statics)
 
 
+def _wide(spec: Spec) -> Spec:
+    """For a part of a sum, which is rounded once."""
+    dtype = jnp.dtype(spec.out_dtype)
+    wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    return dataclasses.replace(spec, out_dtype=wide)
+
+
 def _launches(spec: Spec, name: str, shapes: Shapes) -> list:
     """(tiles, parts) of each launch; parts is None for one array of weights."""
     tiles = [getattr(plan, name) for plan in spec.plans]
@@ -83,6 +91,15 @@ def _launches(spec: Spec, name: str, shapes: Shapes) -> list:
 
 
 def _multiply(spec: Spec, lhs: jax.Array, rhs: Arrays, bias: jax.Array | None, offsets: jax.Array) -> jax.Array:
+    one = len(rhs) == 1  # several arrays of weights have other columns each: only the rows are split
+    axes = ("mk", ".nk" if spec.transpose_rhs else ".kn", ".n", "#") if one else ("m.", "...", "..", "#")
+    call, out = functools.partial(_multiply_part, spec), "mn" if one else "m."
+    return partitioned(call, (lhs, rhs, bias, offsets), axes, out, split="mkn")
+
+
+def _multiply_part(spec: Spec, part: Part, lhs, rhs: Arrays, bias, offsets: jax.Array) -> jax.Array:
+    if (first := part.first("k")) is not None:
+        spec, bias = _wide(spec), None if bias is None else jnp.where(first, bias, 0)
     lhs, rhs = lhs.astype(spec.compute_dtype), tuple(w.astype(spec.compute_dtype) for w in rhs)
     shapes = shapes_of(rhs, spec.transpose_rhs)
     out = jax.ShapeDtypeStruct((lhs.shape[0], max(N for _, _, N in shapes)), spec.out_dtype)
@@ -152,6 +169,17 @@ def _multiply_wgrad(
     spec: Spec, shapes: Shapes, lhs: jax.Array, dout: jax.Array, accumulator: jax.Array | None, offsets: jax.Array
 ) -> Any:
     """Of each modality [G, K, N] as `shapes`: its groups' rows of lhs's first K columns times dout's first N ones."""
+    axes, out = (("mk", "mn", ".kn", "#"), ".kn") if len(shapes) == 1 else (("m.", "m.", "...", "#"), "...")
+    call = functools.partial(_multiply_wgrad_part, spec, shapes)
+    return partitioned(call, (lhs, dout, accumulator, offsets), axes, out, split="mkn")
+
+
+def _multiply_wgrad_part(spec: Spec, shapes: Shapes, part: Part, lhs, dout, accumulator, offsets: jax.Array) -> Any:
+    if (first := part.first("m")) is not None:
+        spec = _wide(spec)
+        accumulator = None if accumulator is None else jnp.where(first, accumulator, 0).astype(spec.out_dtype)
+    if len(shapes) == 1:  # of this device's columns
+        shapes = ((shapes[0][0], lhs.shape[1], dout.shape[1]),)
     lhs, dout = lhs.astype(spec.compute_dtype), dout.astype(spec.compute_dtype)
     statics: dict[str, Any] = {"shapes": shapes, "out_dtype": spec.out_dtype}
     gradients = [vary_together(jnp.zeros(shape, spec.out_dtype), offsets)[0] for shape in shapes]

@@ -21,6 +21,7 @@ from jaxops._lib.arrays.checks import (
 )
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.manual_axes import vary_together
+from jaxops._lib.arrays.partitioning import WHOLE, Part, warn_if_split
 from jaxops._lib.arrays.precision import named_cast, resolve_precision
 from jaxops._lib.numerics.activations import UnitActivation, activation_name
 from jaxops._lib.numerics.fp8 import Quantized
@@ -30,6 +31,7 @@ from jaxops.ops.fp8_matmul import check_grouped_recipe, shape_of
 from jaxops.ops.grouped_glu import SAVES, Biases, check_biases, glu_of_rows
 from jaxops.ops.grouped_matmul import grouped_matmul, grouped_matmul_sum, grouped_wgrad, sums_of_groups
 from jaxops.ops.moe_mlp import fp8
+from jaxops.ops.moe_mlp.of_tokens import backward_of_tokens, forward_of_tokens
 from jaxops.ops.moe_mlp.plan import Plan, Problem, Spec, make_plan
 from jaxops.ops.moe_mlp.stored import mlp_stored
 from jaxops.ops.moe_mlp.xla import products_with_bias, sums_of_choices, unit_bwd_xla, unit_xla, weights_of_rows
@@ -105,7 +107,7 @@ def moe_mlp(
       out_dtype: bfloat16, float16 or float32; dtype of x by default.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
       save: "preactivations" keeps gate and up [T * k, F] for the backward, with a recipe also the weights in FP8;
-        "nothing" recomputes them there.
+        "nothing" recomputes them there, and so does a program over several devices that XLA splits by tokens.
       recipe: None, or an FP8 recipe of `jaxops.fp8_grouped_matmul`; None with `Quantized` weights. With a recipe or
         `Quantized` weights, x and the weights may differ in dtype, and compute_dtype (x's by default) is that of the
         values between the products.
@@ -166,6 +168,8 @@ def moe_mlp(
         )
         spec = fp8.Fp8Spec(plan, act, save, compute, out, xs[0].dtype, w_dtype, recipe=fp8_recipe)
         run = mlp_stored if stored else fp8.mlp_fp8
+        if plan.backend != "xla":
+            xs = warn_if_split("moe_mlp in FP8", *xs)
         outs = tuple(
             jnp.zeros((x.shape[0], shape[-1]), out) if 0 in (*x.shape, *sizes)
             else run(spec, *vary_together(x, experts, routing))
@@ -178,7 +182,10 @@ def moe_mlp(
     rows = tuned_rows("grouped_matmul", device, "grouped_glu", "permute")
     plan = make_plan(Problem(*sizes, compute.name, form=form), device, rows, backend=backend, plan=plan)
     spec = Spec(plan, act, save, compute, out, xs[0].dtype, w_dtype, precision, form)
-    outs = _mlp(spec, *vary_together(xs, experts, check_biases(biases, given), routings))
+    checked = check_biases(biases, given)
+    if plan.backend != "xla" and not _splits(spec, checked):
+        xs = warn_if_split("moe_mlp with biases, or without gate and up as two arrays", *xs)
+    outs = _mlp(spec, *vary_together(xs, experts, checked, routings))
     return outs if isinstance(x, tuple) else outs[0]
 
 
@@ -298,10 +305,10 @@ def _fwd(spec: Spec, xs: Arrays, experts: Experts, biases: Biases, routings: tup
     xs = tuple(named_cast(x, spec.compute_dtype, "moe_mlp.x") for x in xs)
     cast, out, pres = _cast(spec, experts), [], []
     for x, routing in zip(xs, routings, strict=True):
-        h, pre = _up(spec, spec.save == "preactivations", x, cast, biases, routing)
+        y, pre = _layer(spec, spec.save == "preactivations", x, cast, biases, routing)
         named = zip(pre, _SAVED[spec.form], strict=bool(pre))
         pres.append(tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in named))
-        out.append(checkpoint_name(_down(spec, h, cast[-1], biases[-1], routing), "moe_mlp.out"))
+        out.append(checkpoint_name(y, "moe_mlp.out"))
     # The backward casts the weights again. In one program XLA makes one cast of both; a scan over layers would stack
     # what is cast, a second copy of all layers' weights, and has the float32 ones anyway.
     return tuple(out), (xs, experts, biases, tuple(pres), routings)
@@ -309,6 +316,31 @@ def _fwd(spec: Spec, xs: Arrays, experts: Experts, biases: Biases, routings: tup
 
 def _cast(spec: Spec, experts: Experts) -> Experts:
     return tuple(w.astype(spec.compute_dtype) for w in experts)
+
+
+def _splits(spec: Spec, biases: Biases) -> bool:
+    """Whether XLA may split the layer over the devices of a mesh."""
+    return spec.form == "two" and all(bias is None for bias in biases)
+
+
+def _layer_of_part(
+    spec: Spec, part: Part, save: bool, x: jax.Array, experts: Experts, biases: Biases, routing: Routing
+) -> Any:
+    """The result of a piece, and with save its pre-activations."""
+    if part.first("f") is not None:  # a sum over devices is rounded once
+        spec = dataclasses.replace(spec, out_dtype=jnp.dtype("float32"))
+    h, pre = _up(spec, save, x, experts, biases, routing)
+    return _down(spec, h, experts[-1], biases[-1], routing), pre
+
+
+def _layer_forward(spec: Spec, save: bool, x: jax.Array, experts: Experts, biases: Biases, routing: Routing) -> Any:
+    if not _splits(spec, biases):
+        return _layer_of_part(spec, WHOLE, save, x, experts, biases, routing)
+    call = lambda part, save, x, experts, routing: _layer_of_part(spec, part, save, x, experts, biases, routing)
+    return forward_of_tokens(call, save, x, experts, routing)
+
+
+_layer = differentiable_as(_layer_forward, lambda spec, *operands: _layer_of_part(spec, WHOLE, *operands), static=2)
 
 
 def _forward(spec: Spec, *operands) -> Any:
@@ -339,9 +371,12 @@ def _backward(
     dbiases: tuple[Any, ...] = tuple(None if b is None else 0.0 for b in biases)
     dxs, dweights = [], []
     for x, pre, routing, dout in zip(xs, pres, routings, douts, strict=True):
-        piece = _backward_of_piece(spec, dtype, x, experts, biases, pre, routing, dout, dexperts)
-        dx, dexperts, of_piece, d = piece
-        dbiases = jax.tree.map(jnp.add, dbiases, of_piece)
+        call = functools.partial(_backward_of_piece, spec, dtype)
+        if _splits(spec, biases):
+            dx, dexperts, d = backward_of_tokens(call, x, experts, biases, pre, routing, dout, dexperts)
+        else:
+            dx, dexperts, of_piece, d = call(WHOLE, x, experts, biases, pre, routing, dout, dexperts)
+            dbiases = jax.tree.map(jnp.add, dbiases, of_piece)
         dxs.append(dx)
         dweights.append(d)
     dbiases = jax.tree.map(lambda d, bias: d.astype(bias.dtype), dbiases, biases)
@@ -349,10 +384,13 @@ def _backward(
 
 
 def _backward_of_piece(
-    spec: Spec, dtype: jnp.dtype, x: jax.Array, experts: Experts, biases: Biases, pre, routing: Routing,
+    spec: Spec, dtype: jnp.dtype, part: Part, x: jax.Array, experts: Experts, biases: Biases, pre, routing: Routing,
     dout: jax.Array, sums: Any,
 ) -> Any:  # fmt: skip
     """sums: the experts' gradients so far, in dtype, to which this piece's are added; each None for the first piece."""
+    if (first := part.first("m")) is not None:
+        dtype = jnp.dtype("float32")
+        sums = tuple(None if before is None else jnp.where(first, before, 0) for before in sums)
     unit, down, copies, offsets = spec.plan.unit, spec.plan.down, spec.plan.rows, routing.group_offsets
     products = unit if spec.form == "alone" else unit.products
     # make_plan fills them

@@ -118,5 +118,5 @@ def _key(pass_name: str, *, T: int, E: int, **_: Any) -> tuple:
     return pass_name, power_of_2(T), E
 
 
-PLANNER = Planner(Plan, Tiles, PASSES, heuristic, _search, key=_key, symbolic=("T",))
+PLANNER = Planner(Plan, Tiles, PASSES, heuristic, _search, key=_key, symbolic=("T",), splits=True)
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

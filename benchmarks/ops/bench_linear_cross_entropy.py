@@ -121,7 +121,7 @@ def ready_side(name: str, pass_name: str, inputs: Named) -> harness.Ready:
     given = tuple(inputs[key] for key in ("x", "w", "targets"))
     compiled: Any
     compiled, seconds = harness.compile_fits(side(name, pass_name), *given)
-    found = {"temp_gb": compiled.memory_analysis().temp_size_in_bytes / 1e9}
+    found = {}
 
     def check(results: Named) -> float:
         found["loss_err"] = abs(float(results["loss"]) / float(inputs["loss"]) - 1)
@@ -132,7 +132,10 @@ def ready_side(name: str, pass_name: str, inputs: Named) -> harness.Ready:
         max_err, rms_err = (float(x) for x in jnp.max(jnp.stack(errors), axis=0))
         return checks.demand_right(max_err, rms_err, LIMITS)
 
-    return harness.checked(name, (compiled, seconds), given, check, **found)
+    temp_gb = compiled.memory_analysis().temp_size_in_bytes / 1e9
+    ready = harness.checked(name, (compiled, seconds), given, check, temp_gb=temp_gb)
+    ready.facts |= found
+    return ready
 
 
 def measure(run: harness.Run, shape: LossShape, inputs: Named, pass_name: str) -> None:

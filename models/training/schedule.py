@@ -58,7 +58,7 @@ def make_learning_rate(schedule: Schedule) -> optax.Schedule:
 
 def is_decayed(path: tuple) -> bool:
     """By a parameter's name: not norms' scales, biases and sinks. Not by rank, because layers are stacked."""
-    return re.search(r"\b(scale|bias|sinks)\b", name_of(path)) is None
+    return re.search(r"(\b|_)(scale|bias|sinks)\b", name_of(path)) is None
 
 
 def make_optimizer(schedule: Schedule) -> optax.GradientTransformation:

@@ -23,7 +23,7 @@ from tests.models.hf_checkpoints import DATA, NAMES
 DECAYED = {"kernel", "embedding"} | {
     f"{of}/{matrix}" for of, matrix in itertools.product(("moe", "text", "image"), ("gate", "up", "down"))
 }
-KEPT = {"scale", "bias", "sinks", "bias/gate", "bias/up", "bias/down"}
+KEPT = {"scale", "bias", "sinks", "gate_bias", "up_bias", "down_bias"}
 MODELS = {name: lambda name=name: Decoder(read_config(DATA / name)[1], rngs=nnx.Rngs(0)) for name in NAMES} | {
     "dit": lambda: DiT(DiTConfig(1, 8, 2, 4, 3, 6), rngs=nnx.Rngs(0)),
     "mm": lambda: Multimodal(

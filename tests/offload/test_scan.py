@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxops import offload
 from jaxops.offload import Policy, scan
-from tests.compare import OPTIMISED
+from tests.compare import OPTIMISED, assert_close
 from tests.jaxprs import equations
 
 pytestmark = pytest.mark.versions
@@ -301,7 +301,9 @@ def test_as_a_scan_of_checkpoint_under_other_transformations(name):
     for run, policy in ((scan, Policy(offload=("mlp.hidden", "carry"))), (plainly, None)):
         f = functools.partial(of, run, policy=policy, **more)
         found.append(how(f, w, X) if name in TRANSFORMED else how(f)(w, X))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *found)
+    # Over the RMS of each array: sums of both programs are rounded in another order, on some processors.
+    for got, want in zip(*map(jax.tree.leaves, found), strict=True):
+        assert_close(got, want, "float32")
 
 
 def test_second_derivatives():

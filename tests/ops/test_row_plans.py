@@ -136,7 +136,7 @@ def test_statistics_are_saved_where_it_pays():
     """Measured: docs/notes/2026-11-28_tiles_of_row_ops.md."""
     saved = [
         adaln.make_plan(dataclasses.replace(ADALN, D=D, gated=gated), H200).save_stats
-        for D, gated in itertools.product((1024, 2048, 6144), (False, True))
+        for D, gated in itertools.product((4096, 5120, 6144), (False, True))
     ]
     assert saved == [False, False, False, True, True, True]
 

@@ -161,7 +161,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     if not fwd and columns > 2560:
         # A row's sums wait for all warps: by twice as many 6 to 22 % slower at D 4096 and 7168.
         block = _block(D, 1024 if plain else 2048)
-        warps = max(8, block // 128, power_of_2(-(-columns // 1024)))
+        warps = min(32, max(8, block // 128, power_of_2(-(-columns // 1024))))
         warps = 4 if plain and 4096 <= columns < 5120 else warps
     step = max(1, min(8, 512 // max(columns, 1)))
     if fwd and not problem.gated and 6144 < columns <= 8192:

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
-from jax.experimental.mosaic.gpu import profiler
 
 from jaxops.profiling import trace
 
@@ -23,10 +23,16 @@ def device_times_us(fn: Callable, *args, iterations: int = 20) -> list[float]:
     """
     if trace.has_recorded():
         return _recorded_times_us(fn, args, iterations)
-    _, times_ms = profiler.measure(fn, iterations=iterations)(*args)
+    _, times_ms = _measured(fn, iterations=iterations)(*args)
     if times_ms is None:
         raise RuntimeError(_NOTHING_RAN)
     return [1e3 * t for t in (times_ms if isinstance(times_ms, list) else [times_ms])]
+
+
+def _measured(fn: Callable, **options: Any) -> Callable:
+    from jax.experimental.mosaic.gpu import profiler  # a second and a half, which a training would pay at its start
+
+    return profiler.measure(fn, **options)
 
 
 def _recorded_times_us(fn: Callable, args: tuple, iterations: int) -> list[float]:
@@ -50,7 +56,7 @@ def kernel_times_us(fn: Callable, *args) -> list[tuple[str, float]]:
     if jax.default_backend() != "gpu":
         return []
     if not trace.has_recorded():
-        _, launched = profiler.measure(fn, aggregate=False, iterations=1)(*args)
+        _, launched = _measured(fn, aggregate=False, iterations=1)(*args)
         return [(name, 1e3 * ms) for name, ms in launched or []]
     jax.block_until_ready(fn(*args))
     with trace.recorded() as events:

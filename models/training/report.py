@@ -7,15 +7,16 @@ import os
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorboardX
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
 
 from models.training.terminal import one_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ALWAYS = ("step", "loss", "tokens", "fill", "learning_rate", "gradient_norm")  # numbers in each line of metrics.jsonl
 
@@ -133,6 +134,8 @@ def plot_report(history: History, unit: str, path: Path, baseline: tuple[str, fl
     Args:
       baseline: name and loss of a dashed line.
     """
+    from matplotlib.figure import Figure  # a second, which a run would pay at its start
+
     layers = history.loads[0].shape[0] if history.loads else 0
     heights = [4.0, 1.6, 1.6] + layers * [1.4]
     figure = Figure(figsize=(8, sum(heights) + 1), layout="constrained")
@@ -155,7 +158,7 @@ def plot_report(history: History, unit: str, path: Path, baseline: tuple[str, fl
     figure.savefig(path, dpi=120)
 
 
-def _plot_expert_load(rows: list[Axes], load: np.ndarray, last: int) -> None:
+def _plot_expert_load(rows: "list[Axes]", load: np.ndarray, last: int) -> None:
     """A heat map for each layer, experts over steps, of each expert's share [steps, layers, experts]; 1 is even."""
     steps, _, experts = load.shape
     style = {

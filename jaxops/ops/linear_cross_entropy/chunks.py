@@ -128,11 +128,11 @@ def _over_chunks(spec: Spec, of_chunk: Callable, sums: Any, operands: Operands, 
     if rows is None or rows >= T:
         return turn(sums, (x, targets, *more))
 
-    def cut(a: jax.Array, fill: int = 0) -> jax.Array:
-        a = jnp.pad(a, ((0, -T % rows), *[(0, 0)] * (a.ndim - 1)), constant_values=fill)
+    def cut(a: jax.Array) -> jax.Array:  # added rows have no cotangents, and no results
+        a = jnp.pad(a, ((0, -T % rows), *[(0, 0)] * (a.ndim - 1)))
         return a.reshape(a.shape[0] // rows, rows, *a.shape[1:])
 
-    sums, results = lax.scan(turn, sums, (cut(x), cut(targets, spec.ignore_index), *jax.tree.map(cut, more)))
+    sums, results = lax.scan(turn, sums, jax.tree.map(cut, (x, targets, *more)))
     return sums, jax.tree.map(lambda a: a.reshape(a.shape[0] * rows, *a.shape[2:])[:T], results)
 
 

@@ -4,11 +4,11 @@ python -m benchmarks linear_cross_entropy                          # everything:
 python -m benchmarks linear_cross_entropy --smoke --out /tmp/x     # a tiny shape, every code path, CPU too
 
 Rates count three products in fwd+bwd, one in fwd. temp_gb: XLA's temporaries beside operands and results; loss_err: the
-relative error of the loss. torch's process has plain torch, torch.compile and, where
-liger_kernel can be imported, Liger's fused linear cross-entropy: the fastest of them is timed.
+relative error of the loss. torch's process has plain torch, torch.compile and, where liger_kernel can be imported,
+Liger's fused linear cross-entropy: the fastest of them is timed.
 """
 
-import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,45 +30,37 @@ TORCH = "torch_loss"
 CHUNKS = 16
 ROWS = 24  # of a gradient that are checked
 
-Named = dict[str, jax.Array]
+Arrays = dict[str, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class LossShape:
+def shape_of(T: int, D: int, V: int) -> harness.Named:
     """T rows of D columns, a vocabulary of V words."""
-
-    name: str
-    T: int
-    D: int
-    V: int
-
-    @property
-    def dims(self) -> dict[str, int]:
-        return {"T": self.T, "D": self.D, "V": self.V}
+    return harness.Named(f"t{T}_d{D}_v{V}", {"T": T, "D": D, "V": V})
 
 
 SHAPES = by_name(
-    LossShape("t8192_d4096_v131072", 8192, 4096, 131072),
-    LossShape("t16384_d2048_v151936", 16384, 2048, 151936),
-    LossShape("t8192_d2880_v201088", 8192, 2880, 201088),
-    LossShape("t65536_d2048_v32000", 65536, 2048, 32000),
-    LossShape("t4096_d7168_v129280", 4096, 7168, 129280),
-    LossShape("t16384_d3072_v256000", 16384, 3072, 256000),
-    LossShape("t4096_d2048_v50304", 4096, 2048, 50304),
+    shape_of(8192, 4096, 131072),
+    shape_of(16384, 2048, 151936),
+    shape_of(8192, 2880, 201088),
+    shape_of(65536, 2048, 32000),
+    shape_of(4096, 7168, 129280),
+    shape_of(16384, 3072, 256000),
+    shape_of(4096, 2048, 50304),
 )
-SMOKE = LossShape("smoke", 48, 32, 203)
+SMOKE = shape_of(48, 32, 203)._replace(name="smoke")
 
 
-def make_inputs(shape: LossShape) -> Named:
+def make_inputs(shape: harness.Named) -> Arrays:
     """Also what a right result is: the loss, and sampled rows of dx and columns of dw, in float32."""
-    x = harness.normal(0, (shape.T, shape.D), DTYPE)
-    w = (harness.normal(1, (shape.D, shape.V), jnp.float32) * shape.D**-0.5).astype(DTYPE)
-    targets = jax.random.randint(jax.random.key(2), (shape.T,), 0, shape.V, jnp.int32)
+    T, D, V = shape.dims.values()
+    x = harness.normal(0, (T, D), DTYPE)
+    w = (harness.normal(1, (D, V), jnp.float32) * D**-0.5).astype(DTYPE)
+    targets = jax.random.randint(jax.random.key(2), (T,), 0, V, jnp.int32)
     return {"x": x, "w": w, "targets": targets} | _expected(x, w, targets)
 
 
 @jax.jit
-def _expected(x: jax.Array, w: jax.Array, targets: jax.Array) -> Named:
+def _expected(x: jax.Array, w: jax.Array, targets: jax.Array) -> Arrays:
     T, V = x.shape[0], w.shape[1]
     logits_of = lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32)
 
@@ -109,21 +101,21 @@ LOSSES: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-def side(name: str, pass_name: str) -> Callable[..., Named]:
-    def both(x: jax.Array, w: jax.Array, targets: jax.Array) -> Named:
+def side(name: str, pass_name: str) -> Callable[..., Arrays]:
+    def both(x: jax.Array, w: jax.Array, targets: jax.Array) -> Arrays:
         loss, (dx, dw) = jax.value_and_grad(LOSSES[name], (0, 1))(x, w, targets)
         return {"loss": loss, "dx": dx, "dw": dw}
 
     return both if pass_name == "fwd+bwd" else lambda *a: {"loss": LOSSES[name](*a)}
 
 
-def ready_side(name: str, pass_name: str, inputs: Named) -> harness.Ready:
+def ready_side(name: str, pass_name: str, inputs: Arrays) -> harness.Ready:
     given = tuple(inputs[key] for key in ("x", "w", "targets"))
     compiled: Any
     compiled, seconds = harness.compile_fits(side(name, pass_name), *given)
     found = {}
 
-    def check(results: Named) -> float:
+    def check(results: Arrays) -> float:
         found["loss_err"] = abs(float(results["loss"]) / float(inputs["loss"]) - 1)
         errors = [jnp.array([found["loss_err"], found["loss_err"]])]
         if "dx" in results:
@@ -138,11 +130,11 @@ def ready_side(name: str, pass_name: str, inputs: Named) -> harness.Ready:
     return ready
 
 
-def measure(run: harness.Run, shape: LossShape, inputs: Named, pass_name: str) -> None:
+def measure(run: harness.Run, shape: harness.Named, inputs: Arrays, pass_name: str) -> None:
     row = harness.case_of("linear_cross_entropy", pass_name, shape, DTYPE)
     makers = run.sides("jaxops", ready_side, pass_name, inputs) | run.torch_side(TORCH, row, LIMITS)
     products = {"fwd": 1, "fwd+bwd": 3}[pass_name]
-    run.measure("jaxops", row, makers, "tflops", products * 2 * shape.T * shape.D * shape.V)
+    run.measure("jaxops", row, makers, "tflops", products * 2 * math.prod(shape.dims.values()))
 
 
 main = command(

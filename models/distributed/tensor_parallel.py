@@ -185,13 +185,13 @@ def cross_entropies(layer: nnx.Linear | nnx.Embed, x: jax.Array, targets: jax.Ar
     Args:
       targets: int32, one for each row of all devices; a row of -1 does not count.
     """
-    tied, x = isinstance(layer, nnx.Embed), x.reshape(-1, x.shape[-1])
-    w = layer.embedding[...] if isinstance(layer, nnx.Embed) else layer.kernel[...]
-    split: dict[str, Any] = {}
+    x, axis = x.reshape(-1, x.shape[-1]), None
     if devices() > 1:
-        x, split = lax.all_gather(x.astype(layer.dtype), TENSOR, tiled=True), {"axis_name": TENSOR}
-    how: dict[str, Any] = {"transpose_w": tied, "compute_dtype": layer.dtype, "ignore_index": -1} | split
-    return jaxops.linear_cross_entropy(x, w, targets, reduction="sum", **how)
+        x, axis = lax.all_gather(x.astype(layer.dtype), TENSOR, tiled=True), TENSOR
+    how: dict[str, Any] = {"compute_dtype": layer.dtype, "ignore_index": -1, "reduction": "sum", "axis_name": axis}
+    if isinstance(layer, nnx.Embed):
+        return jaxops.linear_cross_entropy(x, layer.embedding[...], targets, transpose_w=True, **how)
+    return jaxops.linear_cross_entropy(x, layer.kernel[...], targets, **how)
 
 
 def _own_numbers(numbers: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -233,7 +233,7 @@ def _problem(spec: Spec, arrays: Arrays) -> Problem:
 
 
 def _tiles(name: str, plan: Plan, T: int, spec: Spec, arrays: Arrays) -> Tiles:
-    """Of a pass; T: the rows of all devices. A device's own rows are cut into programs anew."""
+    """Tiles of a pass. T: the rows of all devices; a device's own rows are cut into programs anew."""
     tiles = getattr(plan, name)
     return tiles if arrays.x.shape[0] == T else one_wave(name, tiles, _problem(spec, arrays), plan.on)
 

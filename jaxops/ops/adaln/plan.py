@@ -151,14 +151,15 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     mostly 8 to 16 columns a thread. The next step is loaded ahead, but where registers would be spilled."""
     D, fwd = problem.D, pass_name == "fwd"
     columns = -(-D // (narrow := _block(D, 1024))) * narrow
-    # At most 16 columns a thread; with a gate 12 in bwd, which holds more of each.
     plain = not (fwd or problem.gated)
-    warps = power_of_2(-(-columns // (512 if fwd or plain else 384)))
-    warps = 1 if fwd and columns <= 1024 else min(warps, 16 if fwd else 32)
-    if 2048 < columns <= 2560 and not (fwd and problem.gated):
-        warps = 4  # 8 % faster than 8
-    block = _block(D, 1024 if plain else min(4096, max(1024, 256 * warps)))  # 8 columns a thread are a 16-byte load
-    if not fwd and columns > 2560:
+    if fwd or columns <= 2560:
+        # At most 16 columns a thread; with a gate 12 in bwd, which holds more of each.
+        warps = power_of_2(-(-columns // (512 if fwd or plain else 384)))
+        warps = 1 if fwd and columns <= 1024 else min(warps, 16)
+        if 2048 < columns <= 2560 and not (fwd and problem.gated):
+            warps = 4  # 8 % faster than 8
+        block = _block(D, 1024 if plain else min(4096, max(1024, 256 * warps)))  # 8 columns a thread: 16-byte loads
+    else:
         # A row's sums wait for all warps: by twice as many 6 to 22 % slower at D 4096 and 7168.
         block = _block(D, 1024 if plain else 2048)
         warps = min(32, max(8, block // 128, power_of_2(-(-columns // 1024))))

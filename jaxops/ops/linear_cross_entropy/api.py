@@ -31,17 +31,15 @@ def linear_cross_entropy(
     x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array | None = None, *,
     bias: jax.Array | None = None, transpose_w: bool = False, reduction: Literal["mean", "sum", "none"] = "mean",
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, soft_cap: float | None = None,
-    axis_name: str | None = None, compute_dtype=None, logits_dtype=None,
-    precision: lax.PrecisionLike = None,
+    axis_name: str | None = None, compute_dtype=None, logits_dtype=None, precision: lax.PrecisionLike = None,
 ) -> Any:  # fmt: skip
     """The cross-entropy of the logits `x @ w` with target words, without an array of all logits.
 
-    Rows are taken in chunks, of whose logits at most 1 GB is in memory, and their gradients (of all rows, if T is a
-    symbolic size). With "mean" and "sum" a
-    call that is differentiated makes the gradients of a chunk while its logits are there: three products in all, where
-    a `jax.checkpoint` around each chunk takes four. A call that is not differentiated makes no gradients. With "none"
-    the tokens' cotangents are known only in the backward, which makes the logits again. Differentiable (reverse mode)
-    in x, w, bias and weights. Deterministic.
+    Rows are taken in chunks. At most 1 GB of logits is in memory, and as much of their gradients (all of them, if T is
+    a symbolic size). With "mean" and "sum" a differentiated call makes a chunk's gradients while its logits are there:
+    three products in all, where a `jax.checkpoint` around each chunk takes four. A call that is not differentiated
+    makes no gradients. With "none" the tokens' cotangents are known only in the backward, which makes the logits again.
+    Differentiable (reverse mode) in x, w, bias and weights. Deterministic.
 
     >>> import jax.numpy as jnp, jaxops
     >>> x, w = jnp.eye(3), jnp.log(jnp.array([[1., 2., 1.], [4., 2., 2.], [9., 9., 9.]]))
@@ -61,13 +59,13 @@ def linear_cross_entropy(
       ignore_index: a target of this value does not count; what its row of x holds (NaN too) reaches nothing.
       label_smoothing: share of the target that is spread over all words, 0 to 1 (Szegedy et al. 2016,
         arXiv:1512.00567).
-      z_loss: factor on the square of log_sum, which is added to each loss (PaLM, arXiv:2204.02311, section 5).
+      z_loss: factor on the square of a token's log-sum-exp, added to its loss (PaLM, arXiv:2204.02311, section 5).
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, as in Gemma 2; None for no cap.
       axis_name: a mesh axis inside `jax.shard_map`, over whose devices w's and bias' V is split, in order; all of them
         have the same x and targets, and get the same results. T, D and V of each device are equal.
       compute_dtype: x and w are cast to it. Gradients of float32 weights stay float32 and are never rounded to it.
       logits_dtype: bfloat16, float16 or float32, of the logits in memory; compute_dtype by default. Everything between
-        the products is computed in float32. docs/ops.md has the errors of both.
+        the products is computed in float32.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
 
     Returns:

@@ -55,8 +55,8 @@ class Operands(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Of each token, [T] float32, or their cotangents. With a mesh axis each device has its share: the values are sums
-    over the axis.
+    """Values of each token, [T] float32, or their cotangents. With a mesh axis each device has a share: the values are
+    the sums of the shares.
 
     Attributes:
       losses: zero for a token that does not count.
@@ -170,8 +170,8 @@ def _words(spec: Spec, products: jax.Array) -> tuple[jax.Array | int, int]:
 
 
 class _Statistics(NamedTuple):
-    """Of each row: the logarithm of the sum of all words' exponentials; of this device's words the target's logit, NaN
-    for a target outside of the vocabulary, and the sum of the logits, for label smoothing only."""
+    """Statistics of each row: the logarithm of the sum of all words' exponentials; of this device's words the target's
+    logit, NaN for a target outside of the vocabulary, and the sum of the logits, for label smoothing only."""
 
     log_sum: jax.Array
     chosen: jax.Array
@@ -211,7 +211,7 @@ def _tokens(spec: Spec, rows: Operands, products: jax.Array, found: _Statistics)
 def _logit_gradients(
     spec: Spec, rows: Operands, products: jax.Array, log_sum: jax.Array, cotangents: Tokens
 ) -> jax.Array:
-    """Of the products, float32: zero in rows that do not count, NaN in those whose target is no word."""
+    """Gradients of the products, float32: zero in rows that do not count, NaN in those whose target is no word."""
     (values, slope), (first, count) = _logits(spec, products, rows.bias), _words(spec, products)
     smooth, dloss = spec.label_smoothing, jnp.where(_known(spec, rows, count), cotangents.losses, jnp.nan)
     of_sum = dloss * (1 + 2 * spec.z_loss * log_sum) + cotangents.log_sums

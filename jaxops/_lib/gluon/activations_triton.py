@@ -24,6 +24,24 @@ def _sigmoid(x):
 
 
 @gluon.jit
+def tanh(x):
+    """Absolute error at most 2^-20."""
+    return 2.0 * _sigmoid(2.0 * x) - 1.0
+
+
+@gluon.jit
+def exp2_of(x, shift):
+    """2^(x log2(e) - shift), two instructions; shift [rows, 1]."""
+    assembly: gl.constexpr = """{
+        .reg .f32 e;
+        fma.rn.f32 e, $1, 0f3FB8AA3B, $2;
+        ex2.approx.ftz.f32 $0, e;
+    }"""
+    negative = (-shift).broadcast_to(x.shape)
+    return gl.inline_asm_elementwise(assembly, "=f,f,f", [x, negative], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def activate_and_slope(x, ACTIVATION: gl.constexpr):
     """The activation and its derivative, in float32."""
     x = x.to(gl.float32)

@@ -9,8 +9,7 @@ An epilogue is a function of the sums, its operands and the tile, that returns w
 
 It is called for a piece of a tile at a time: `acc` is float32, [rows, columns] of the piece, zeros outside the groups.
 It returns a tuple of a tensor for each result of the launch. One of two dimensions is a tile of its result, rounded to
-its dtype. One of one dimension is a number for each row: its result is [pieces across, rows] in float32, in a launch
-that has a "loaded" result.
+its dtype. One of one dimension is a number for each row: its result is [pieces across, rows] in float32.
 
 The loop loads the operands. They are arrays or numbers, each with the name of its kind:
 
@@ -146,19 +145,31 @@ def store_value(value, desc, ptr, buf, tile, N, PENDING: gl.constexpr, HALF: gl.
 
 
 @gluon.jit
+def store_numbers(values, ptr, tile, M, PIECE: gl.constexpr):
+    """A number for each row of a piece: a row of the result for each piece across."""
+    MMA: gl.constexpr = accumulator(PIECE[1], gl.num_ctas())
+    numbers = gl.convert_layout(values, gl.SliceLayout(1, MMA), assert_trivial=True)
+    rows = row_numbers(PIECE)
+    first = ptr + gl.cast(tile.col // PIECE[1], gl.int64) * M + tile.row
+    gl.store(first + rows, numbers, mask=rows < tile.end - tile.row)
+
+
+@gluon.jit
 def store_piece(
-    acc, args, tile, N, out, turn, WHICH: gl.constexpr, KINDS: gl.constexpr, EPILOGUE: gl.constexpr,
+    acc, args, tile, sizes, out, turn, WHICH: gl.constexpr, KINDS: gl.constexpr, EPILOGUE: gl.constexpr,
     VARIANT: gl.constexpr,
 ):  # fmt: skip
     """Runs the epilogue and stores each value. Returns the next turn among the consumer's buffers: a store fills one
     while the last is read."""
     descs, ptrs, bufs, widths, halves = out
     BUFFERS: gl.constexpr = bufs.shape[0] // 2
+    M, N = sizes[1], sizes[3]
     values = apply(acc, (), args, tile, N, 0, KINDS, EPILOGUE, VARIANT)
     if widths is None:
         for r in gl.static_range(len(values)):
-            if ptrs[r] is not None:
-                gl.static_assert(len(values[r].shape) == 2, "a number for each row needs a loaded result beside it")
+            if ptrs[r] is not None and len(values[r].shape) == 1:
+                store_numbers(values[r], ptrs[r], tile, M, acc.shape)
+            elif ptrs[r] is not None:
                 buf = bufs.index(WHICH if BUFFERS == 1 else BUFFERS * WHICH + turn)
                 store_value(values[r], descs[r], ptrs[r], buf, tile, N, BUFFERS - 1, halves[r])
                 if BUFFERS > 1:
@@ -172,17 +183,17 @@ def store_piece(
 
 @gluon.jit
 def store_pieces(
-    acc, args, tile, N, out, turn, WHICH: gl.constexpr, PIECE: gl.constexpr, KINDS: gl.constexpr,
+    acc, args, tile, sizes, out, turn, WHICH: gl.constexpr, PIECE: gl.constexpr, KINDS: gl.constexpr,
     EPILOGUE: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     if acc.shape[1] == PIECE[1]:
-        turn = store_piece(acc, args, tile, N, out, turn, WHICH, KINDS, EPILOGUE, VARIANT)
+        turn = store_piece(acc, args, tile, sizes, out, turn, WHICH, KINDS, EPILOGUE, VARIANT)
     else:
         left, right = split_columns(acc)
-        turn = store_piece(left, args, tile, N, out, turn, WHICH, KINDS, EPILOGUE, VARIANT)
-        if out[3] is not None or tile.col + PIECE[1] < N:
+        turn = store_piece(left, args, tile, sizes, out, turn, WHICH, KINDS, EPILOGUE, VARIANT)
+        if out[3] is not None or tile.col + PIECE[1] < sizes[3]:
             half = piece_of(tile, 0, PIECE[1])
-            turn = store_piece(right, args, half, N, out, turn, WHICH, KINDS, EPILOGUE, VARIANT)
+            turn = store_piece(right, args, half, sizes, out, turn, WHICH, KINDS, EPILOGUE, VARIANT)
     return turn
 
 
@@ -234,10 +245,7 @@ def store_in_place(
                     if len(values[r].shape) == 2:
                         bufs.index(BUFFERS * WHICH + r).slice(i * PIECE[0], PIECE[0], dim=0).store(values[r])
                     else:
-                        numbers = gl.convert_layout(values[r], gl.SliceLayout(1, MMA), assert_trivial=True)
-                        rows = row_numbers(PIECE)
-                        first = ptrs[r] + gl.cast(piece.col // PIECE[1], gl.int64) * M + piece.row
-                        gl.store(first + rows, numbers, mask=rows < piece.end - piece.row)
+                        store_numbers(values[r], ptrs[r], piece, M, PIECE)
         if half.col < N:
             if min(half.row + bufs.shape[1], half.end) >= bufs.shape[1]:
                 fence_async_shared()
@@ -322,7 +330,7 @@ def consume(
                 if ACCUMULATE:  # an empty group's part of C stays as it is, to the bit
                     complete &= label >= 0
                 if complete:
-                    carry = store_pieces(acc, vectors, tile, N, out, carry, WHICH, PIECE, KINDS, EPILOGUE, VARIANT)
+                    carry = store_pieces(acc, vectors, tile, sizes, out, carry, WHICH, PIECE, KINDS, EPILOGUE, VARIANT)
         else:
             s, phase = skip_tile(pipe, steps, s, phase, WHICH)
     tma.store_wait(0)

@@ -22,7 +22,10 @@ from jaxops._lib.arrays.checks import (
 from jaxops._lib.arrays.differentiable import differentiable
 from jaxops._lib.arrays.manual_axes import axis_index, barrier, vary_together
 from jaxops._lib.arrays.precision import resolve_precision
-from jaxops.ops.linear_cross_entropy.chunks import Operands, Spec, Tokens, rows_at_a_time, tokens, tokens_and_gradients
+from jaxops._lib.planning.device import device_of
+from jaxops._lib.planning.tuned import tuned_rows
+from jaxops.ops.linear_cross_entropy.chunks import Operands, Spec, Tokens, tokens, tokens_and_gradients
+from jaxops.ops.linear_cross_entropy.plan import Plan, Problem, make_plan
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -32,6 +35,7 @@ def linear_cross_entropy(
     bias: jax.Array | None = None, transpose_w: bool = False, reduction: Literal["mean", "sum", "none"] = "mean",
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, soft_cap: float | None = None,
     axis_name: str | None = None, compute_dtype=None, logits_dtype=None, precision: lax.PrecisionLike = None,
+    backend: str = "auto", plan: Plan | None = None,
 ) -> Any:  # fmt: skip
     """The cross-entropy of the logits `x @ w` with target words, without an array of all logits.
 
@@ -67,6 +71,8 @@ def linear_cross_entropy(
       logits_dtype: bfloat16, float16 or float32, of the logits in memory; compute_dtype by default. Everything between
         the products is computed in float32.
       precision: of float32 products, as in `jaxops.grouped_matmul`.
+      backend: "auto", "triton" (Hopper: the logits' statistics are made in the epilogue of their product) or "xla".
+      plan: see `Plan` of this module, e.g. for rows of a chunk.
 
     Returns:
       A float32 scalar, in nats. With "none" `(losses, log_sums)`: each token's loss and the logarithm of the sum of its
@@ -77,7 +83,7 @@ def linear_cross_entropy(
         that is not positive, weights with "none".
       TypeError: dtypes that the products do not take, dtypes that differ without compute_dtype; forward-mode
         differentiation (JAX's own error).
-      NotImplementedError: a precision algorithm that jaxops' products do not have.
+      NotImplementedError: a precision algorithm that jaxops' products do not have; what the backend cannot run.
 
     Residuals: "linear_cross_entropy.out" (a checkpoint name). The backward of "mean" and "sum" multiplies the gradients
       by a number; that of "none" needs the operands only.
@@ -97,11 +103,14 @@ def linear_cross_entropy(
     compute = compute_dtype_of("x", x, "w", w, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
     logits = compute if logits_dtype is None else float_dtype("logits_dtype", logits_dtype)
-    rows = rows_at_a_time(T, V, logits.itemsize)
+    problem = Problem(T, x.shape[1], V, compute.name, logits.name, transpose_w)
+    device = device_of(x, w, targets)
+    rows = tuned_rows("linear_cross_entropy", device, "grouped_matmul")
+    made = make_plan(problem, device, rows, backend=backend, plan=plan)
     dtypes = tuple(None if a is None else jnp.dtype(a.dtype) for a in (x, w, bias))
     spec = Spec(
         transpose_w, check_integer("ignore_index", ignore_index), smoothing, check_number("z_loss", z_loss, least=0),
-        cap, axis_name, compute, logits, precision, rows, dtypes,
+        cap, axis_name, compute, logits, precision, made, dtypes,
     )  # fmt: skip
     index = None if axis_name is None else axis_index(axis_name)  # the operands vary over this axis, too
     if reduction == "none":

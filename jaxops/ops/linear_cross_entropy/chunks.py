@@ -1,19 +1,18 @@
 """The passes over chunks of rows: logits, their statistics, their gradients and the products with these."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.arrays.manual_axes import out_struct, vary_as
-from jaxops._lib.arrays.powers import power_of_2
-from jaxops._lib.arrays.symbolic import is_symbolic
-
-LIMIT_BYTES = 1 << 30  # of a chunk's logits; their gradients take as much
-TILE = 128  # rows of a product's tile
+from jaxops._lib.arrays.partitioning import partitioned
+from jaxops.ops.linear_cross_entropy.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Spec:
       axis_name: a mesh axis over whose devices the vocabulary is split, or None.
       compute_dtype, logits_dtype: of the products' operands, and of the logits in memory.
       precision: of float32 products.
-      chunk: rows whose logits are in memory at a time; None for all.
+      plan: made by `make_plan`.
       dtypes: of x, w and bias, as they were passed.
     """
 
@@ -41,7 +40,7 @@ class Spec:
     compute_dtype: jnp.dtype
     logits_dtype: jnp.dtype
     precision: lax.Precision
-    chunk: int | None
+    plan: Plan
     dtypes: tuple[jnp.dtype | None, ...]
 
 
@@ -67,26 +66,12 @@ class Tokens(NamedTuple):
     log_sums: jax.Array
 
 
-def rows_at_a_time(T: int, V: int, logit_bytes: int) -> int | None:
-    """Rows of a chunk: None for all, or a multiple of `TILE` of which the last chunk leaves few empty.
-
-    A chunk reads and writes the float32 sum of w's gradient, so few are better. At most a power of two, for which
-    cuBLAS has the better kernels: T 16,384, D 2,048, V 151,936 takes 54.8 ms in chunks of 1,664 rows, 51.9 in chunks of
-    2,048; T 8,192, D 2,880, V 201,088 49.7 in chunks of 1,024, 47.9 of 2,048 (H200, 2026-11-28).
-    """
-    most = max(TILE, power_of_2((LIMIT_BYTES - 1) // (V * logit_bytes) + 1) // 2)
-    if is_symbolic(T) or most >= T:
-        return None
-    chunks = -(-T // most)
-    return -(-T // (chunks * TILE)) * TILE
-
-
 def tokens(spec: Spec, operands: Operands) -> Tokens:
     """Losses without gradients."""
 
     def of_chunk(_, rows: Operands) -> tuple[None, Tokens]:
-        products = _products(spec, rows)
-        return None, _tokens(spec, rows, products, _statistics(spec, rows, products))
+        logits = _logits(spec, rows)
+        return None, _tokens(spec, rows, logits, _statistics(spec, rows, logits))
 
     return _over_chunks(spec, of_chunk, None, operands)[1]
 
@@ -100,16 +85,16 @@ def tokens_and_gradients(
     zeros = lambda a: vary_as(out_struct((), jnp.float32, w), jnp.zeros(a.shape, jnp.float32))
 
     def of_chunk(sums, rows: Operands, cotangents: Tokens) -> tuple[Any, tuple[Tokens, jax.Array]]:
-        products, (dw, dbias) = _products(spec, rows), sums
-        found = _statistics(spec, rows, products)
-        d = _logit_gradients(spec, rows, products, found.log_sum, cotangents)
+        logits, (dw, dbias) = _logits(spec, rows), sums
+        found = _statistics(spec, rows, logits)
+        d = _logit_gradients(spec, rows, logits.products, found.log_sum, cotangents)
         dbias = None if dbias is None else dbias + jnp.sum(d, axis=0)
         d = d.astype(spec.compute_dtype)
         x = jnp.where(_counts(spec, rows)[:, None], rows.x, 0)  # NaN times the zero gradient of such a row is NaN
         pair = (d, x) if spec.transpose_w else (x, d)
         dw = dw + _product(spec, *pair, (0, 0), jnp.float32)
         dx = _product(spec, d, rows.w, (1, 0 if spec.transpose_w else 1), spec.compute_dtype)
-        return (dw, dbias), (_tokens(spec, rows, products, found), dx)
+        return (dw, dbias), (_tokens(spec, rows, logits, found), dx)
 
     sums = zeros(w), None if bias is None else zeros(bias)
     (dw, dbias), (found, dx) = _over_chunks(spec, of_chunk, sums, operands, cotangents)
@@ -118,7 +103,7 @@ def tokens_and_gradients(
 
 def _over_chunks(spec: Spec, of_chunk: Callable, sums: Any, operands: Operands, *more: Tokens) -> tuple[Any, Any]:
     """A `lax.scan` of of_chunk(sums, operands, *more) over chunks of rows: (the last sums, all rows' results)."""
-    (x, w, bias, targets), rows = operands, spec.chunk
+    (x, w, bias, targets), rows = operands, spec.plan.rows
     T = x.shape[0]
 
     def turn(sums, chunk):
@@ -141,13 +126,48 @@ def _product(spec: Spec, a: jax.Array, b: jax.Array, contracted: tuple[int, int]
     return lax.dot_general(a, b, numbers, precision=spec.precision, preferred_element_type=dtype)
 
 
-def _products(spec: Spec, rows: Operands) -> jax.Array:
-    """x @ w in the logits' dtype: the one array [rows, V] in memory before its gradients."""
+class _Logits(NamedTuple):
+    """products: x @ w in the logits' dtype, the one array [rows, V] in memory before its gradients. Of each row's logits
+    the logarithm of the sum of exponentials, and the sum, for label smoothing only."""
+
+    products: jax.Array
+    log_sums: jax.Array
+    totals: jax.Array | float
+
+
+def _logits(spec: Spec, rows: Operands) -> _Logits:
+    if spec.plan.backend == "triton":
+        return _logits_on_hopper(spec, rows)
     wide = jnp.promote_types(spec.compute_dtype, spec.logits_dtype)
-    return _product(spec, rows.x, rows.w, (1, 1 if spec.transpose_w else 0), wide).astype(spec.logits_dtype)
+    numbers = (1, 1 if spec.transpose_w else 0)
+    products = _product(spec, rows.x, rows.w, numbers, wide).astype(spec.logits_dtype)
+    values, _ = _values(spec, products, rows.bias)
+    most = lax.stop_gradient(jnp.max(values, axis=1))
+    log_sums = most + jnp.log(jnp.sum(jnp.exp(values - most[:, None]), axis=1))
+    return _Logits(products, log_sums, jnp.sum(values, axis=1) if spec.label_smoothing else 0.0)
 
 
-def _logits(spec: Spec, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+def _logits_on_hopper(spec: Spec, rows: Operands) -> _Logits:
+    from jaxops.ops.linear_cross_entropy.logits_triton import logits_triton
+
+    plan = spec.plan
+    assert plan.products is not None
+    kernel = functools.partial(
+        logits_triton, transpose_w=spec.transpose_w, soft_cap=spec.soft_cap, total=spec.label_smoothing > 0,
+        tiles=plan.products.fwd, cores=plan.on.cores,
+    )  # fmt: skip
+
+    def of_part(_, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> dict[str, jax.Array]:
+        results = sequential_vmap(kernel)(x, w, bias)  # a call through jax-triton has no batching rule
+        return dict(zip(("products", "log_sums", "totals"), results, strict=False))
+
+    axes = {"products": "m.", "log_sums": ".m", "totals": ".m"}
+    made: Any = partitioned(of_part, (rows.x, rows.w, rows.bias), ("m.", "..", "."), axes, split="m")
+    totals = jnp.sum(made["totals"], axis=0) if spec.label_smoothing else 0.0
+    return _Logits(made["products"], jax.nn.logsumexp(made["log_sums"], axis=0), totals)
+
+
+def _values(spec: Spec, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """The logits in float32, elementwise, and the slope of the soft cap. XLA computes them where they are read."""
     values = products.astype(jnp.float32)
     values = values if bias is None else values + jnp.broadcast_to(bias.astype(jnp.float32), values.shape)
@@ -171,27 +191,25 @@ def _words(spec: Spec, products: jax.Array) -> tuple[jax.Array | int, int]:
 
 class _Statistics(NamedTuple):
     """Statistics of each row: the logarithm of the sum of all words' exponentials; of this device's words the target's
-    logit, NaN for a target outside of the vocabulary, and the sum of the logits, for label smoothing only."""
+    logit, NaN for a target outside of the vocabulary."""
 
     log_sum: jax.Array
     chosen: jax.Array
-    total: jax.Array | float
 
 
-def _statistics(spec: Spec, rows: Operands, products: jax.Array) -> _Statistics:
-    (values, _), (first, count) = _logits(spec, products, rows.bias), _words(spec, products)
-    most = lax.stop_gradient(jnp.max(values, axis=1))
-    most = most if spec.axis_name is None else lax.pmax(most, spec.axis_name)
-    sums = jnp.sum(jnp.exp(values - most[:, None]), axis=1)
-    sums = sums if spec.axis_name is None else lax.psum(sums, spec.axis_name)
+def _statistics(spec: Spec, rows: Operands, logits: _Logits) -> _Statistics:
+    (products, log_sum, _), (first, count) = logits, _words(spec, logits.products)
+    if spec.axis_name is not None:
+        most = lax.pmax(log_sum, spec.axis_name)
+        log_sum = most + jnp.log(lax.psum(jnp.exp(log_sum - most), spec.axis_name))
     own = rows.targets - first
     at = jnp.clip(own, 0, products.shape[1] - 1)
     bias = None if rows.bias is None else rows.bias[at]
     # Of the array in memory: XLA would write `values` for an index into it.
-    chosen, _ = _logits(spec, jnp.take_along_axis(products, at[:, None], axis=1)[:, 0], bias)
+    chosen, _ = _values(spec, jnp.take_along_axis(products, at[:, None], axis=1)[:, 0], bias)
     chosen = jnp.where(own == at, chosen, 0.0)
     chosen = jnp.where(_known(spec, rows, count), chosen, jnp.nan)
-    return _Statistics(most + jnp.log(sums), chosen, jnp.sum(values, axis=1) if spec.label_smoothing else 0.0)
+    return _Statistics(log_sum, chosen)
 
 
 def _known(spec: Spec, rows: Operands, count: int) -> jax.Array:
@@ -199,11 +217,11 @@ def _known(spec: Spec, rows: Operands, count: int) -> jax.Array:
     return (rows.targets >= 0) & (rows.targets < count) | ~_counts(spec, rows)
 
 
-def _tokens(spec: Spec, rows: Operands, products: jax.Array, found: _Statistics) -> Tokens:
+def _tokens(spec: Spec, rows: Operands, logits: _Logits, found: _Statistics) -> Tokens:
     devices = 1 if spec.axis_name is None else lax.axis_size(spec.axis_name)
-    log_sum = vary_as(out_struct((), jnp.float32, products), found.log_sum) / devices
-    smooth, (_, count) = spec.label_smoothing, _words(spec, products)
-    loss = log_sum * (1 + spec.z_loss * found.log_sum) - (1 - smooth) * found.chosen - smooth / count * found.total
+    log_sum = vary_as(out_struct((), jnp.float32, logits.products), found.log_sum) / devices
+    smooth, (_, count) = spec.label_smoothing, _words(spec, logits.products)
+    loss = log_sum * (1 + spec.z_loss * found.log_sum) - (1 - smooth) * found.chosen - smooth / count * logits.totals
     counts = _counts(spec, rows)
     return Tokens(jnp.where(counts, loss, 0.0), jnp.where(counts, log_sum, 0.0))
 
@@ -212,7 +230,7 @@ def _logit_gradients(
     spec: Spec, rows: Operands, products: jax.Array, log_sum: jax.Array, cotangents: Tokens
 ) -> jax.Array:
     """Gradients of the products, float32: zero in rows that do not count, NaN in those whose target is no word."""
-    (values, slope), (first, count) = _logits(spec, products, rows.bias), _words(spec, products)
+    (values, slope), (first, count) = _values(spec, products, rows.bias), _words(spec, products)
     smooth, dloss = spec.label_smoothing, jnp.where(_known(spec, rows, count), cotangents.losses, jnp.nan)
     of_sum = dloss * (1 + 2 * spec.z_loss * log_sum) + cotangents.log_sums
     words = lax.broadcasted_iota(jnp.int32, values.shape, 1) + first

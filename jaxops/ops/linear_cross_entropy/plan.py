@@ -1,0 +1,97 @@
+"""Plans of `linear_cross_entropy`: who makes the logits and their statistics, and how many rows at a time."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jaxops._lib.arrays.powers import power_of_2
+from jaxops._lib.arrays.symbolic import is_symbolic
+from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.plans import BasePlan, Call, Planner, check_fields
+from jaxops.ops import grouped_matmul
+
+LIMIT_BYTES = 1 << 30  # of a chunk's logits; their gradients take as much
+TILE = 128  # rows of a product's tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(BasePlan):
+    """How logits are made.
+
+    Attributes:
+      backend: "triton" (Hopper): a product whose epilogue has each row's statistics; "xla": XLA's product, and passes
+        over the logits.
+      rows: whose logits are in memory at a time; None, of a symbolic size, for all.
+      products: of a chunk's rows; "triton" takes the forward's tiles.
+    """
+
+    backend: Literal["triton", "xla"] = "triton"
+    rows: int | None = None
+    products: grouped_matmul.Plan | None = None
+
+    def __post_init__(self):
+        if self.rows is not None:
+            check_fields(self, "rows")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a plan depends on: x [T, D], V words (of this device), dtypes of the products and of the logits in memory,
+    whether w is [V, D]."""
+
+    T: int
+    D: int
+    V: int
+    dtype: str
+    logits_dtype: str
+    transpose_w: bool = False
+
+    def product(self, rows: int) -> grouped_matmul.Problem:
+        return grouped_matmul.Problem(1, rows, self.D, self.V, self.dtype, self.transpose_w)
+
+
+def rows_at_a_time(T: int, V: int, logit_bytes: int) -> int | None:
+    """Rows of a chunk: None for all, or a multiple of `TILE` of which the last chunk leaves few empty.
+
+    A chunk reads and writes the float32 sum of w's gradient, so few are better. At most a power of two, for which
+    cuBLAS has the better kernels: T 16,384, D 2,048, V 151,936 takes 54.8 ms in chunks of 1,664 rows, 51.9 in chunks of
+    2,048; T 8,192, D 2,880, V 201,088 49.7 in chunks of 1,024, 47.9 of 2,048 (H200, 2026-11-28).
+    """
+    most = max(TILE, power_of_2((LIMIT_BYTES - 1) // (V * logit_bytes) + 1) // 2)
+    if is_symbolic(T) or most >= T:
+        return None
+    chunks = -(-T // most)
+    return -(-T // (chunks * TILE)) * TILE
+
+
+def _triton(problem: Problem, device: Device) -> bool:
+    whole = problem.logits_dtype == problem.dtype and problem.T > 0
+    return whole and grouped_matmul.runs_triton(problem.product(problem.T), device)
+
+
+def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
+    p = call.problem
+    rows = call.plan.rows or rows_at_a_time(p.T, p.V, jnp.dtype(p.logits_dtype).itemsize)
+    if call.backend == "pallas":
+        raise NotImplementedError("linear_cross_entropy has no Pallas kernels: write 'auto', 'triton' or 'xla'.")
+    if call.backend == "xla":
+        return {"rows": rows}
+    grouped_matmul.check_triton(p.product(p.T), call.device)
+    if p.logits_dtype != p.dtype:
+        raise NotImplementedError(
+            f"the triton backend keeps logits in the dtype of the products, {p.dtype}; logits_dtype is "
+            f"{p.logits_dtype}: leave it out, or use backend='xla'."
+        )
+    problem = p.product(min(rows or p.T, p.T))
+    products = grouped_matmul.make_plan(problem, call.device, call.rows, backend="triton", plan=call.plan.products)
+    if products.fwd is not None and products.fwd.kernel != "triton":
+        raise ValueError(f"plan.products.fwd={products.fwd}: backend='triton' needs tiles with kernel='triton'.")
+    return {"rows": rows, "products": products}
+
+
+PLANNER = Planner(
+    Plan, auto=lambda problem, device: "triton" if _triton(problem, device) else "xla", triton=_triton, others=_others,
+    symbolic=("T",), splits=True,
+)  # fmt: skip
+make_plan = PLANNER.make_plan

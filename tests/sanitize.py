@@ -25,6 +25,7 @@ import numpy as np
 import jaxops
 from jaxops.ops import adaln, fp8_matmul
 from jaxops.ops import grouped_glu as units
+from jaxops.ops import linear_cross_entropy as losses
 from jaxops.ops import moe_mlp as experts
 from jaxops.ops import permute as permuting
 from jaxops.ops import quantize as quantizing
@@ -79,6 +80,23 @@ def grouped_matmul() -> None:
 
         for offsets in OFFSETS:
             jax.block_until_ready(run(jnp.array(offsets, jnp.int32)))
+        print(tiles, "done", flush=True)
+
+
+def linear_cross_entropy() -> None:
+    """Forward and backward; targets in and outside of the vocabulary."""
+    if not current_device().is_hopper:
+        return
+    rng = np.random.default_rng(0)
+    x, w, bias = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, 136), (136, 392), (392,)))
+    targets = jnp.asarray(rng.choice([-100, -1, 0, 391, 392, 2**31 - 1], M), jnp.int32)
+    for tiles in HOPPER:
+        plan = losses.Plan("triton", rows=128, products=Plan("triton", tiles, tiles, tiles))
+        for more in ({}, {"soft_cap": 5.0, "label_smoothing": 0.1}):
+            loss = lambda x, w, bias, plan=plan, more=more: jaxops.linear_cross_entropy(
+                x, w, targets, bias=bias, plan=plan, **more
+            )
+            jax.block_until_ready(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, w, bias))
         print(tiles, "done", flush=True)
 
 
@@ -363,6 +381,7 @@ if __name__ == "__main__":
         check.__name__: check
         for check in (
             grouped_matmul,
+            linear_cross_entropy,
             modality_grouped_matmul,
             many_overlapping_groups,
             grouped_glu,

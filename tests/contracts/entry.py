@@ -65,6 +65,11 @@ class Op:
     def __str__(self):
         return self.name
 
+    @property
+    def pallas(self) -> bool:
+        """Whether its plans have Pallas kernels."""
+        return self.module is not None and "interpret" in self.ways
+
 
 def described(
     name: str, sizes: Dims, shapes: Callable[[Dims], Arguments], plan_of: Callable[[str], Any] | None = None,

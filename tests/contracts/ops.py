@@ -12,6 +12,7 @@ import numpy as np
 
 import jaxops
 from jaxops.ops import adaln, cached_attention, fp8_matmul, grouped_matmul, packed_attention, quantize, route
+from jaxops.ops.linear_cross_entropy import Plan as LossPlan
 from tests.contracts.entry import (
     EXACT,
     Arguments,
@@ -442,8 +443,8 @@ def loss_targets(rng: np.random.Generator, d: Dims) -> Arguments:
 LOSS_OPS = [
     described(
         "linear_cross_entropy", {"T": 23, "D": 10}, loss_shapes,
-        options=EXACT | {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01, "soft_cap": 5.0},
-        local=("x", "targets", "weights"), integers=loss_targets,
+        options={"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01, "soft_cap": 5.0},
+        ways={"xla": EXACT | {"plan": LossPlan("xla")}}, local=("x", "targets", "weights"), integers=loss_targets,
         outside=lambda a: ({"x": (a["targets"] == -100)[:, None], "weights": a["targets"] == -100}, [None]),
         large=(({"T": 600_000, "D": 4096}, {}),),
     )

@@ -43,7 +43,7 @@ def test_offsets_of_elements(name, i, mapped, backend):
     The launch gives a kernel more rows then (jaxops/_lib/pallas/launch_pallas.py)."""
     op = EVERYTHING[name]
     sizes, how = op.large[i]
-    how = dict(how) | ({"backend": backend} if op.module is not None else {})
+    how = dict(how) | ({"backend": backend} if op.pallas else {})
     given = operands(op, sizes)
     if mapped:
         rows = max(op.sizes, key=lambda size: sizes[size])  # a third as many in each of three

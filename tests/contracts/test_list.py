@@ -31,7 +31,7 @@ def test_what_an_entry_says_is_so(name):
     small_alone = "route", "route_choices", "dequantize", "update_router_bias"
     if name in small_alone or op.sharded or name.startswith("nn."):
         return
-    assert op.module is not None or name == "linear_cross_entropy"  # products of XLA
+    assert op.module is not None
     assert op.large
     for argument, ends in arguments.items():
         if argument in ("group_offsets", "sequence_offsets") and len(ends) > 2:

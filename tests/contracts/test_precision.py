@@ -88,7 +88,7 @@ def test_precision(precision, name, way, set_precision):
             assert error(g, w) <= 8 * product_error(precision)
 
 
-@pytest.mark.parametrize("name", [name for name, op in EVERYTHING.items() if op.module is not None and op.multiplies])
+@pytest.mark.parametrize("name", [name for name, op in EVERYTHING.items() if op.pallas and op.multiplies])
 def test_kernels_are_lowered(name, set_precision):
     """For an H200, forward and backward."""
     op = EVERYTHING[name]

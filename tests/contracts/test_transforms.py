@@ -207,9 +207,7 @@ def test_in_one_program(name, way):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize(
-    "name", [name for name, op in EVERYTHING.items() if not name.startswith("nn.") and op.module is not None]
-)
+@pytest.mark.parametrize("name", [name for name, op in EVERYTHING.items() if not name.startswith("nn.") and op.pallas])
 def test_the_kernels_axes(name):
     """Traced for an H200 with check_vma=True, tokens sharded and weights replicated: JAX adds the gradients' psum."""
     op = EVERYTHING[name]

@@ -151,7 +151,8 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log2(x: Tensor) -> Tensor:
-    return Tensor(np.log2(x.used()), x.type, x.halves)
+    with np.errstate(divide="ignore"):  # of 0 it is -inf
+        return Tensor(np.log2(x.used()), x.type, x.halves)
 
 
 def erf(x: Tensor) -> Tensor:

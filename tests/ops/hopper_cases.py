@@ -342,3 +342,39 @@ def _unit_backward(name: str, rng) -> Problem:
         return *map(np.asarray, dpre), h * weight, (dh * h).sum(1)
 
     return Problem(run, (dy, w, gate.astype(dy.dtype), up.astype(dy.dtype), weights, offsets), want, close=3)
+
+
+# The logits of the last layer, with each row's statistics
+
+
+@kind(
+    "linear_cross_entropy", "128x256", "ping-pong:cap", "cluster-halves:sum", "cluster:bias",
+    "128x256-halves:cap:sum:bias",
+)  # fmt: skip
+def _logits_and_statistics(name: str, rng) -> Problem:
+    """Rows and words are no whole tiles. A row is NaN; a tile's words may all have a bias of -inf."""
+    tiles, *options = name.split(":")
+    cap, total, biased = 4.0 if "cap" in options else None, "sum" in options, "bias" in options
+    T, D, V = 333, 136, 392
+    x, w, bias = whole(rng, T, D), whole(rng, D, V) / 8, whole(rng, V, dtype=np.float32)
+    x[7] = np.nan
+    if cap is None:
+        bias[256:] = -np.inf
+
+    def run(x, w, bias):
+        from jaxops.ops.linear_cross_entropy.logits_triton import logits_triton
+
+        how = {"soft_cap": cap, "total": total, "tiles": TILES[tiles], "cores": current_device().cores}
+        given = (w.T, bias) if biased else (w, None)
+        products, log_sums, *totals = logits_triton(x, *given, transpose_w=biased, **how)
+        return products, jax.nn.logsumexp(log_sums, axis=0), *(jnp.sum(t, axis=0) for t in totals)
+
+    def want():
+        products = (x.astype(np.float32) @ w.astype(np.float32)).astype(x.dtype)
+        logits = products.astype(np.float64) + (bias if biased else 0)
+        logits = logits if cap is None else cap * np.tanh(logits / cap)
+        most = logits.max(axis=1)
+        log_sums = most + np.log(np.exp(logits - most[:, None]).sum(axis=1))
+        return (products, log_sums, *[logits.sum(axis=1)] * total)
+
+    return Problem(run, (x, w.astype(x.dtype), bias), want, close=1)

@@ -86,6 +86,7 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
       symbolic: fields of the problem that may be symbolic sizes of `jax.export`, on the portable backend.
       splits: whether rows that XLA has split over devices need no warning: the op has a rule for them (`partitioned`),
         or they are of few numbers.
+      pallas: whether the op has Pallas kernels.
     """
 
     plan: type[PlanT]
@@ -103,6 +104,7 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
     others: Callable[[Call[ProblemT, PlanT]], dict[str, Any]] = lambda call: {}
     symbolic: tuple[str, ...] = ()
     splits: bool = False
+    pallas: bool = True
 
     def make_plan(
         self,
@@ -212,7 +214,8 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         if plan is not None and not isinstance(plan, self.plan):
             hint = "; a backend by itself is passed as backend=" if isinstance(plan, str) else ""
             raise TypeError(f"plan is {_name(type(plan))}; this op takes {_name(self.plan)}{hint}.")
-        known = ("auto", *(("triton",) if self.triton else ()), *filter(None, [self.library]), "pallas", "xla")
+        own = {"triton": self.triton, self.library: self.library, "pallas": self.pallas}
+        known = ("auto", *(name for name, there in own.items() if there), "xla")
         if not isinstance(backend, str) or backend not in known:
             raise ValueError(f"backend={backend!r}: write {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.")
         needs = self.needs(problem)
@@ -230,7 +233,7 @@ class Planner(Generic[ProblemT, PlanT, TilesT]):
         elif backend == "auto" and self.triton is not None and self.triton(problem, device):
             backend = "triton"
         elif backend == "auto":
-            backend = "pallas" if device.has(needs) else "xla"
+            backend = "pallas" if self.pallas and device.has(needs) else "xla"
         if backend == "pallas" and not (device.interpret or device.has(needs)):
             least = ".".join(map(str, needs))
             raise NotImplementedError(

@@ -127,8 +127,8 @@ def _product(spec: Spec, a: jax.Array, b: jax.Array, contracted: tuple[int, int]
 
 
 class _Logits(NamedTuple):
-    """products: x @ w in the logits' dtype, the one array [rows, V] in memory before its gradients. Of each row's logits
-    the logarithm of the sum of exponentials, and the sum, for label smoothing only."""
+    """products: x @ w in the logits' dtype, the one array [rows, V] in memory before its gradients. log_sums: of each
+    row's logits the logarithm of the sum of exponentials; totals: their sum, for label smoothing only."""
 
     products: jax.Array
     log_sums: jax.Array

@@ -72,9 +72,11 @@ def _triton(problem: Problem, device: Device) -> bool:
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     p = call.problem
+    if call.plan.rows and is_symbolic(p.T):
+        raise NotImplementedError(
+            f"T={p.T} is symbolic, and plan.rows is {call.plan.rows}: leave it out, for all rows."
+        )
     rows = call.plan.rows or rows_at_a_time(p.T, p.V, jnp.dtype(p.logits_dtype).itemsize)
-    if call.backend == "pallas":
-        raise NotImplementedError("linear_cross_entropy has no Pallas kernels: write 'auto', 'triton' or 'xla'.")
     if call.backend == "xla":
         return {"rows": rows}
     grouped_matmul.check_triton(p.product(p.T), call.device)
@@ -90,8 +92,4 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     return {"rows": rows, "products": products}
 
 
-PLANNER = Planner(
-    Plan, auto=lambda problem, device: "triton" if _triton(problem, device) else "xla", triton=_triton, others=_others,
-    symbolic=("T",), splits=True,
-)  # fmt: skip
-make_plan = PLANNER.make_plan
+make_plan = Planner(Plan, pallas=False, triton=_triton, others=_others, symbolic=("T",)).make_plan

@@ -68,9 +68,9 @@ def expected(
     return results, {"x": d @ w.T, "w": dw, "bias": d.sum(0), "weights": dweights}
 
 
-def loss(*operands, chunk: int | None = None, **options) -> Any:
+def loss(*operands, chunk: int | None = None, backend="xla", **options) -> Any:
     """chunk: rows at a time; None: all."""
-    return jaxops.linear_cross_entropy(*operands, **options, plan=Plan("xla", rows=chunk))
+    return jaxops.linear_cross_entropy(*operands, **options, plan=Plan(backend, rows=chunk))
 
 
 def found(

@@ -1,6 +1,6 @@
 """The last layer and its loss, beside plain XLA, a `jax.checkpoint` around chunks of rows, and torch.
 
-python -m benchmarks linear_cross_entropy                          # everything: 7 shapes, fwd+bwd
+python -m benchmarks linear_cross_entropy                          # everything: 8 shapes, fwd+bwd
 python -m benchmarks linear_cross_entropy --smoke --out /tmp/x     # a tiny shape, every code path, CPU too
 
 Rates count three products in fwd+bwd, one in fwd. temp_gb: XLA's temporaries beside operands and results; loss_err: the
@@ -39,13 +39,14 @@ def shape_of(T: int, D: int, V: int) -> harness.Named:
 
 
 SHAPES = by_name(
-    shape_of(8192, 4096, 131072),
-    shape_of(16384, 2048, 151936),
-    shape_of(8192, 2880, 201088),
-    shape_of(65536, 2048, 32000),
-    shape_of(4096, 7168, 129280),
-    shape_of(16384, 3072, 256000),
-    shape_of(4096, 2048, 50304),
+    shape_of(8192, 4096, 131072),  # Llama-3 8B, rounded up
+    shape_of(16384, 2048, 151936),  # Qwen3 30B-A3B
+    shape_of(8192, 2880, 201088),  # gpt-oss
+    shape_of(65536, 4096, 32000),  # Mixtral
+    shape_of(4096, 7168, 129280),  # DeepSeek-V3
+    shape_of(4096, 3072, 256000),  # Gemma 7B
+    shape_of(32768, 5120, 152064),  # Qwen2.5 32B
+    shape_of(16384, 2048, 50304),  # OLMo 1B
 )
 SMOKE = shape_of(48, 32, 203)._replace(name="smoke")
 

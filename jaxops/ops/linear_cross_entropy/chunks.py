@@ -150,11 +150,11 @@ def _logits(spec: Spec, rows: Operands) -> _Logits:
 def _logits_on_hopper(spec: Spec, rows: Operands) -> _Logits:
     from jaxops.ops.linear_cross_entropy.logits_triton import logits_triton
 
-    plan = spec.plan
-    assert plan.products is not None
+    tiles = None if spec.plan.products is None else spec.plan.products.fwd
+    assert tiles is not None
     kernel = functools.partial(
         logits_triton, transpose_w=spec.transpose_w, soft_cap=spec.soft_cap, total=spec.label_smoothing > 0,
-        tiles=plan.products.fwd, cores=plan.on.cores,
+        tiles=tiles, cores=spec.plan.on.cores,
     )  # fmt: skip
 
     def of_part(_, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> dict[str, jax.Array]:

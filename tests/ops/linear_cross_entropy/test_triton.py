@@ -3,6 +3,8 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
@@ -15,6 +17,7 @@ from tests.arrays import put
 from tests.compare import assert_close
 from tests.gluon import SHARED_BYTES, check, compiled, launched
 from tests.gluon_simulator import simulated
+from tests.hopper import H200 as ABSTRACT
 from tests.ops.linear_cross_entropy.test_values import HALF, cotangents_of, expected, found, operands
 
 pytestmark = pytest.mark.versions
@@ -60,6 +63,28 @@ def test_a_users_call(w):
         return jax.value_and_grad(loss, (0, 1))(x, w)
 
     assert launched(gradients, shape(T, D), shape(*w), shape(T, dtype="int32")) == ["linear_cross_entropy"]
+
+
+@pytest.mark.parametrize("split", ["words", "rows"])
+def test_shard_map_checks_varying_axes(split):
+    """check_vma=True: results vary over the axes of the operands."""
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=ABSTRACT)
+    words = split == "words"
+
+    def shard(x, w, targets):
+        how = {"axis_name": "d" if words else None, "reduction": "sum", "backend": "triton"}
+        loss, gradients = jax.value_and_grad(
+            lambda *given: jaxops.linear_cross_entropy(*given, targets, **how), (0, 1)
+        )(x, w)
+        return loss if words else jax.lax.psum(loss, "d"), gradients
+
+    given, specs = (shape(256, 64), shape(64, 272), shape(256, dtype="int32")), (P("d"), P(), P("d"))
+    specs = (P(), P(None, "d"), P()) if words else specs
+    sharded = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(P(), specs[:2]))
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = str(jax.make_jaxpr(sharded)(*given))
+    assert "psum" in text
+    assert "name=linear_cross_entropy\n" in text
 
 
 def test_plan():

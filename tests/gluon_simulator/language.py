@@ -12,6 +12,7 @@ from tests.gluon_simulator import machine, ptx
 from tests.gluon_simulator.machine import SimulationError
 from tests.gluon_simulator.shared import Buffer
 from tests.gluon_simulator.tensors import (
+    FLOAT32,
     INT32,
     Tensor,
     binary,
@@ -188,12 +189,16 @@ def load(pointer: Tensor, mask=None, other=None, cache_modifier="") -> Tensor:
 
 
 def store(pointer: Tensor, value, mask=None) -> None:
+    _write(pointer, value, mask, machine.current().machine.memory.store)
+
+
+def _write(pointer: Tensor, value, mask, write) -> None:
     value, kind = to_tensor(value), pointer.type.element_ty
     if value.type is not kind:
         value = value.to(kind)
     chosen, shape, _ = _chosen(pointer, mask, value)
     addresses, numbers = (np.broadcast_to(x.used(), shape)[chosen] for x in (pointer, value))
-    machine.current().machine.memory.store(addresses, numbers, kind)
+    write(addresses, numbers, kind)
     machine.current().stored = True
 
 
@@ -207,7 +212,9 @@ def _atomic(pointer: Tensor, value, mask, change) -> Tensor:
     return Tensor(before, INT32, halves)
 
 
-def atomic_add(pointer: Tensor, value, mask=None, sem="acq_rel") -> Tensor:
+def atomic_add(pointer: Tensor, value, mask=None, sem="acq_rel") -> Tensor | None:
+    if pointer.type.element_ty is FLOAT32:  # a reduction: no kernel reads what was there before
+        return _write(pointer, value, mask, machine.current().machine.memory.add_to)
     return _atomic(pointer, value, mask, operator.add)
 
 

@@ -103,3 +103,9 @@ class Memory:
         ratio = type.itemsize // array.type.itemsize  # two FP8 numbers may be stored as one of 16 bits
         array.mark((at.reshape(-1, 1) * ratio + np.arange(ratio)).reshape(-1))
         numbers[at] = values
+
+    def add_to(self, pointers: np.ndarray, values: np.ndarray, type: Type) -> None:
+        """A reduction in L2. A launch may do one to each element, or the sum would depend on their order."""
+        if pointers.size:
+            _, numbers, at = self._elements(pointers, type)
+            self.store(pointers, numbers[at] + values, type)

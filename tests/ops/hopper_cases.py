@@ -185,6 +185,23 @@ def _split_and_added(name: str, rng) -> Problem:
     return Problem(run, (lhs, dout, offsets, before), want)
 
 
+@kind("grouped_wgrad_added", "ping-pong", "128x256-halves", "cluster")
+def _added(name: str, rng) -> Problem:
+    """Whole sums that are added to what the result holds, and NaN that stays where it is. The second launch adds
+    to the first one's result."""
+    lhs, rhs, _, dout, offsets = _grouped(rng, K=200, N=328)
+    plan = Plan("triton", wgrad=TILES[name])
+    before = rhs.astype(np.float32)
+    before[0, 0, 0], before[0, -1], before[1, 1, 1] = -0.0, np.nan, np.nan  # group 0 is empty
+
+    def run(lhs, dout, offsets, sums):
+        once = jaxops.grouped_wgrad(lhs, dout, offsets, plan=plan, accumulate_into=sums)
+        return once, jaxops.grouped_wgrad(lhs, dout, offsets, plan=plan, accumulate_into=once)
+
+    added = gradient(lhs, dout, offsets)
+    return Problem(run, (lhs, dout, offsets, before), lambda: (before + added, before + 2 * added))
+
+
 def _forward_and_wgrad(name: str, lhs, rhs, dout, offsets) -> Problem:
     plan = Plan("triton", *[TILES[name]] * 3)
     run = lambda lhs, rhs, dout, offsets: (

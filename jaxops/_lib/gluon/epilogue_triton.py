@@ -33,6 +33,7 @@ from jaxops._lib.gluon.gemm_triton import COLUMNS, mainloop, next_tile, skip_til
 from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.split_sums_triton import add_parts, is_first_part, number_of_tile
 from jaxops._lib.gluon.stores_triton import (
+    add_tile,
     pointers_to_tile,
     split_columns,
     store,
@@ -261,11 +262,12 @@ def store_in_place(
 
 @gluon.jit
 def start_sum(pipe, label, tile, N, ptr, ACCUMULATE: gl.constexpr, CUT: gl.constexpr):
-    """What the products are added to: zeros, or what C holds. CUT: in one part of a sum."""
+    """What the products are added to: zeros, or what C holds in 16 bits, so that a sum is rounded once (see `add_tile`
+    for float32). CUT: in one part of a sum."""
     SHAPE: gl.constexpr = [pipe.BM // pipe.SPLIT, pipe.BN]
     MMA: gl.constexpr = accumulator(pipe.BN, gl.num_ctas())
     acc = gl.zeros(SHAPE, gl.float32, MMA)
-    if ACCUMULATE:
+    if ACCUMULATE and ptr.dtype.element_ty != gl.float32:
         pointers, mask = pointers_to_tile(ptr, tile.row, tile.end, tile.col, N, SHAPE, MMA, True)
         if CUT:
             mask &= is_first_part(label)
@@ -299,7 +301,8 @@ def consume(
     work: the work list and its entries, as `gemm_triton.produce` has it.
     PIECE: rows and columns that the epilogue gets at a time: a consumer's of a tile, or half of its columns; with
     LOADED a quarter. LOADED: how many results, the first ones, are loaded before. ACCUMULATE: the sums are added to
-    what the result holds. CUT: sums have parts. PAIRED: a tile's label is its pair of operands, not its group.
+    what the result holds, in float32 without an epilogue. CUT: sums have parts. PAIRED: a tile's label is its pair of
+    operands, not its group.
     """
     ptrs = out[1]
     N = sizes[3]
@@ -330,7 +333,12 @@ def consume(
                 if ACCUMULATE:  # an empty group's part of C stays as it is, to the bit
                     complete &= label >= 0
                 if complete:
-                    carry = store_pieces(acc, vectors, tile, sizes, out, carry, WHICH, PIECE, KINDS, EPILOGUE, VARIANT)
+                    if ACCUMULATE and ptrs[0].dtype.element_ty == gl.float32:
+                        add_tile(acc, ptrs[0], row, end, col, N)
+                    else:
+                        carry = store_pieces(
+                            acc, vectors, tile, sizes, out, carry, WHICH, PIECE, KINDS, EPILOGUE, VARIANT
+                        )
         else:
             s, phase = skip_tile(pipe, steps, s, phase, WHICH)
     tma.store_wait(0)

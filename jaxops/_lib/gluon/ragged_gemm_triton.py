@@ -181,8 +181,8 @@ class Result:
     Attributes:
       type: `out_struct`.
       before: an array that gives its memory and contents to the result; None: uninitialised memory.
-      contents: what becomes of them: "kept" where the launch stores nothing; "added" to the products; "loaded" for the
-        epilogue, tile by tile, before it overwrites them.
+      contents: what becomes of them: "kept" where the launch stores nothing; "added" to the products, in float32
+        without an epilogue; "loaded" for the epilogue, tile by tile, before it overwrites them.
       tma: stored by TMA; else through its pointer only.
       halves: 2: the array has twice as many columns, for two values of the epilogue; of one of the first two results.
     """

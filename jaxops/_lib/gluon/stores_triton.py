@@ -148,6 +148,22 @@ def store_tile(tile, ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.co
 
 
 @gluon.jit
+def add_tile(tile, ptr, row, end, col, N):
+    """Adds to what a float32 array holds, without waiting for it: L2 adds. Deterministic where each element has one
+    addition a launch."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    if WIDTH > 32:  # few addresses at a time, or ptxas spills
+        left, right = split_columns(tile)
+        add_tile(left, ptr, row, end, col, N)
+        add_tile(right, ptr, row, end, col + WIDTH // 2, N)
+    else:
+        LAYOUT: gl.constexpr = accumulator(WIDTH, gl.num_ctas())
+        tile = gl.convert_layout(tile, LAYOUT, assert_trivial=True)
+        pointers, mask = pointers_to_tile(ptr, row, end, col, N, tile.shape, LAYOUT, True)
+        gl.atomic_add(pointers, tile, mask=mask, sem="relaxed")
+
+
+@gluon.jit
 def result_buffers(ptr, COUNT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ROOM: gl.constexpr = True):
     """COUNT buffers of BM x BN for `store`. Results in float32, or that shared memory has no ROOM for, are stored from
     registers and get the smallest possible: a partition's arguments cannot be left out."""

@@ -122,7 +122,7 @@ def grouped_wgrad(
       precision: as in `grouped_matmul`.
       out_dtype: of the result; accumulate_into.dtype, or lhs.dtype, by default.
       accumulate_into: [G, K, N] to which the result is added in float32. XLA may reuse its buffer (donate it under
-        jit). An empty group's part stays unchanged, to the bit.
+        jit). An empty group's part stays unchanged, to the bit. Hopper adds in float32 with subnormal numbers as zeros.
       backend, plan: as in `grouped_matmul`; only plan.wgrad counts.
 
     Returns:

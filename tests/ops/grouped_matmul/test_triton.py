@@ -54,7 +54,7 @@ def kernel_of(name: str, tiles: Tiles, out: str = "bfloat16", rows: int = M) -> 
         call = lambda lhs, dout, offsets, *sums: jaxops.grouped_wgrad(
             lhs, dout, offsets, **how, accumulate_into=sums[0] if sums else None
         )
-        (kernel,) = compiled(call, lhs, dout, OFFSETS, *([shape(G, K, N)] if "added" in name else []))
+        (kernel,) = compiled(call, lhs, dout, OFFSETS, *([shape(G, K, N, dtype=out)] if "added" in name else []))
     elif "sum" in name:
         how |= {"transpose_rhs": "dgrad" in name, "plan": dataclasses.replace(how["plan"], device=H200)}
         weights = shape(G, N, K) if "dgrad" in name else weights
@@ -90,6 +90,9 @@ KERNELS = [
     (TILES[256, 256, 256], "fwd bias", 0),
     (TILES[256, 256, 128], "dgrad", 0),
     (TILES[256, 256, 256], "wgrad added", 0),
+    (TILES[128, 256, 128], "wgrad added float32", 0),
+    (TILES[128, 128, 64], "wgrad added float32", 0),
+    (TILES[256, 256, 128], "wgrad added float32", 0),
     (split(TILES[256, 256, 128]), "wgrad", 44),
 ]
 
@@ -105,6 +108,9 @@ def test_kernel(tiles, name, spilled, tmp_path):
     if out == "bfloat16":
         assert "cp.async.bulk.tensor.3d.global.shared" in kernel.ptx  # whole tiles leave by TMA,
         assert "st.global.v4" in kernel.ptx  # others 16 bytes a thread
+    if "added float32" in name:  # L2 adds, two numbers of a thread at a time
+        assert "red.global.gpu.relaxed.add.v2.f32" in kernel.ptx
+        assert "ld.global.v2" not in kernel.ptx
     if tiles.programs > 1:  # the second operand is loaded for both
         assert re.findall(r"cp\.async\.bulk\.tensor\.3d\.shared::cluster\S+multicast", kernel.ptx)
     loops = re.split(r"\$L__BB\d+_\d+:", kernel.ptx)

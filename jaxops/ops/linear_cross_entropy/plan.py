@@ -23,7 +23,7 @@ class Plan(BasePlan):
       backend: "triton" (Hopper): a product whose epilogue has each row's statistics; "xla": XLA's product, and passes
         over the logits.
       rows: whose logits are in memory at a time; None, of a symbolic size, for all.
-      products: of a chunk's rows; "triton" takes the forward's tiles.
+      products: of a chunk's rows; "triton" takes the tiles of the forward and of w's gradient.
     """
 
     backend: Literal["triton", "xla"] = "triton"

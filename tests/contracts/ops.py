@@ -427,7 +427,7 @@ FP8_OPS = [
 
 # The last layer
 
-WORDS = 11
+WORDS = 16
 
 
 def loss_shapes(d: Dims) -> Arguments:

@@ -355,7 +355,6 @@ def train(
     with contextlib.ExitStack() as stack:
         compiling = stack.enter_context(Compiling(device_bytes() if mesh is None else math.inf))
         graphdef, shapes, create = task.start(mesh)
-        created = compiling.run(create)
         key, heldout_key = replicate(jax.jit(lambda: tuple(jax.random.split(jax.random.key(preset.seed))))(), mesh)
         run.console.print(f"{sum(p.size for p in jax.tree.leaves(shapes.params)):,} parameters")
         run.console.print(frozen.remark(shapes.params, preset.freeze), end="")
@@ -366,6 +365,8 @@ def train(
             # The profiler compiles its step.
             if not run.profile:
                 compiling.start("step", step, shapes, place(batches(before), mesh), key)
+        created = compiling.run(create)  # not before the step is lowered: both need Python
+        if before < preset.steps:
             compiling.start("evaluate", evaluate, kept(shapes), shapes.histories, placed, heldout_key)
         if sampler is not None and mesh is None:
             model = nnx.merge(graphdef, kept(shapes), shapes.histories)

@@ -139,6 +139,14 @@ def async_load(tensor_desc: Descriptor, coord, barrier: Buffer, result: Buffer, 
 
 
 def async_store(tensor_desc: Descriptor, coord, src: Buffer) -> None:
+    _store(tensor_desc, coord, src, add=False)
+
+
+def async_atomic_add(tensor_desc: Descriptor, coord, src: Buffer) -> None:
+    _store(tensor_desc, coord, src, add=True)
+
+
+def _store(tensor_desc: Descriptor, coord, src: Buffer, add: bool) -> None:
     agent = machine.current()
     if src.shape != tensor_desc.block_shape or src.type is not tensor_desc.dtype:
         raise SimulationError(f"a box {tensor_desc.block_shape} is stored from a buffer of {src.shape}")
@@ -150,7 +158,7 @@ def async_store(tensor_desc: Descriptor, coord, src: Buffer) -> None:
     tensor_desc.array.mark(numbers, by_tma=True)
 
     def end():
-        into[numbers] = view[inside]
+        into[numbers] = view[inside] + (into[numbers] if add else 0)
 
     agent.stores.append((access, end))
     agent.machine.fly(end)

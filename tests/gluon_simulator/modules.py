@@ -95,7 +95,10 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         "mbarrier", allocate_mbarrier=hopper.allocate_mbarrier, MBarrierLayout=layouts.MBarrierLayout, init=hopper.init,
         wait=hopper.wait, arrive=hopper.arrive, expect=hopper.expect,
     )  # fmt: skip
-    tma = _module("tma", async_load=hopper.async_load, async_store=hopper.async_store, store_wait=hopper.store_wait)
+    tma = _module(
+        "tma", async_load=hopper.async_load, async_store=hopper.async_store, async_atomic_add=hopper.async_atomic_add,
+        store_wait=hopper.store_wait,
+    )  # fmt: skip
     gluon = _module(
         "triton.experimental.gluon", language=gl, jit=language.jit, aggregate=language.aggregate,
         constexpr_function=lambda function: function,

@@ -33,7 +33,7 @@ from jaxops._lib.gluon.gemm_triton import COLUMNS, mainloop, next_tile, skip_til
 from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.split_sums_triton import add_parts, is_first_part, number_of_tile
 from jaxops._lib.gluon.stores_triton import (
-    add_tile,
+    add,
     pointers_to_tile,
     split_columns,
     store,
@@ -262,8 +262,8 @@ def store_in_place(
 
 @gluon.jit
 def start_sum(pipe, label, tile, N, ptr, ACCUMULATE: gl.constexpr, CUT: gl.constexpr):
-    """What the products are added to: zeros, or what C holds in 16 bits, so that a sum is rounded once (see `add_tile`
-    for float32). CUT: in one part of a sum."""
+    """What the products are added to: zeros, or what C holds in 16 bits, so that a sum is rounded once (see `add` for
+    float32). CUT: in one part of a sum."""
     SHAPE: gl.constexpr = [pipe.BM // pipe.SPLIT, pipe.BN]
     MMA: gl.constexpr = accumulator(pipe.BN, gl.num_ctas())
     acc = gl.zeros(SHAPE, gl.float32, MMA)
@@ -334,7 +334,7 @@ def consume(
                     complete &= label >= 0
                 if complete:
                     if ACCUMULATE and ptrs[0].dtype.element_ty == gl.float32:
-                        add_tile(acc, ptrs[0], row, end, col, N)
+                        add(acc, out[0][0], ptrs[0], out[2].index(WHICH), row, end, col, N)
                     else:
                         carry = store_pieces(
                             acc, vectors, tile, sizes, out, carry, WHICH, PIECE, KINDS, EPILOGUE, VARIANT

@@ -41,7 +41,7 @@ def ragged_gemm_kernel(
     GATHERED: gl.constexpr = gather is not None
     PAIRED: gl.constexpr = OPERANDS == "pairs"
     pipe = make_pipeline(b_descs[0].dtype, BM, BN, STAGES, KIND, TRANSPOSED, SPLIT, GATHERED)
-    bufs = result_buffers(ptr_0, 2 * BUFFERS, desc_0.block_shape[1], desc_0.block_shape[2])
+    bufs = result_buffers(ptr_0, 2 * BUFFERS, desc_0.block_shape[1], desc_0.block_shape[2], ADDED=ACCUMULATE)
     # One of each value of the epilogue: a result in halves has two.
     descs = (desc_0, desc_1, desc_2, desc_3)
     ptrs = (ptr_0, ptr_1, ptr_2, ptr_3)
@@ -252,8 +252,11 @@ def ragged_gemm(
         schedule, entries = schedule_groups(offsets, K, spans, zeros=zeros)
     else:
         schedule, entries = schedule_rows(offsets, M, gemm.bm, spans, panel=gemm.panel, zeros=zeros)
-    layout = tile_layout(results[0].type.dtype, (1, *gemm.stored), over_cluster(gemm.programs, 0, 1, 0))
-    descs = [OutTile(gemm.stored, layout, x.before, i, x.halves) if x.tma else None for i, x in enumerate(results)]
+    stored, added = gemm.stored, results[0].contents == "added"
+    if added and results[0].type.dtype == jnp.float32:  # buffers of as many bytes as 16-bit results have
+        stored = stored[0], stored[1] // 2
+    layout = tile_layout(results[0].type.dtype, (1, *stored), over_cluster(gemm.programs, 0, 1, 0))
+    descs = [OutTile(stored, layout, x.before, i, x.halves) if x.tma else None for i, x in enumerate(results)]
     halves = [half for x in results for half in ((-1,) if x.halves == 1 else (0, 1))]
     named = {f"desc_{i}": desc for i, desc in enumerate([*descs, *[None] * MOST_RESULTS][:MOST_RESULTS])}
     named |= {f"ptr_{i}": None for i in range(len(results), MOST_RESULTS)}
@@ -268,6 +271,6 @@ def ragged_gemm(
         KIND=(CONTRACTION if gemm.contraction else ROWS).value, TRANSPOSED=gemm.transposed, OPERANDS=gemm.operands,
         BUFFERS=gemm.buffers, CUT=slots > 1, COUNT=gemm.order[0], LOCATE=gemm.order[1],
         PIECE=gemm.piece or gemm.stored, LOADED=sum(x.halves for x in results if x.contents == "loaded"),
-        ACCUMULATE=results[0].contents == "added", KINDS=kinds, EPILOGUE=gemm.epilogue, VARIANT=gemm.variant,
+        ACCUMULATE=added, KINDS=kinds, EPILOGUE=gemm.epilogue, VARIANT=gemm.variant,
         HALVES=tuple([*halves, *[-1] * MOST_RESULTS][:MOST_RESULTS]),
     )[:wanted]  # fmt: skip

@@ -148,14 +148,32 @@ def store_tile(tile, ptr, row, end, col, N, LAYOUT: gl.constexpr, ALIGNED: gl.co
 
 
 @gluon.jit
-def add_tile(tile, ptr, row, end, col, N):
-    """Adds to what a float32 array holds, without waiting for it: L2 adds. Deterministic where each element has one
-    addition a launch."""
+def add(acc, desc, ptr, buf, row, end, col, N):
+    """Adds a consumer's rows of a tile to what a float32 array holds, without waiting for it: L2 adds. By TMA, as many
+    columns at a time as desc (`row_windows`) has. Deterministic where each element has one addition a launch."""
+    BM: gl.constexpr = acc.shape[0]
+    WIDTH: gl.constexpr = acc.shape[1]
+    if WIDTH > desc.block_shape[2]:
+        left, right = split_columns(acc)
+        add(left, desc, ptr, buf, row, end, col, N)
+        add(right, desc, ptr, buf, row, end, col + WIDTH // 2, N)
+    elif stored_by_tma(ptr, row, end, N, BM):
+        tma.store_wait(0)
+        buf.store(gl.convert_layout(acc, accumulator(WIDTH, gl.num_ctas()), assert_trivial=True))
+        fence_async_shared()
+        first, at = window(row, end, BM)
+        tma.async_atomic_add(desc, [first, at, col], as_block(buf, desc))
+    else:
+        add_from_registers(acc, ptr, row, end, col, N)
+
+
+@gluon.jit
+def add_from_registers(tile, ptr, row, end, col, N):
     WIDTH: gl.constexpr = tile.shape[1]
     if WIDTH > 32:  # few addresses at a time, or ptxas spills
         left, right = split_columns(tile)
-        add_tile(left, ptr, row, end, col, N)
-        add_tile(right, ptr, row, end, col + WIDTH // 2, N)
+        add_from_registers(left, ptr, row, end, col, N)
+        add_from_registers(right, ptr, row, end, col + WIDTH // 2, N)
     else:
         LAYOUT: gl.constexpr = accumulator(WIDTH, gl.num_ctas())
         tile = gl.convert_layout(tile, LAYOUT, assert_trivial=True)
@@ -164,14 +182,17 @@ def add_tile(tile, ptr, row, end, col, N):
 
 
 @gluon.jit
-def result_buffers(ptr, COUNT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ROOM: gl.constexpr = True):
-    """COUNT buffers of BM x BN for `store`. Results in float32, or that shared memory has no ROOM for, are stored from
-    registers and get the smallest possible: a partition's arguments cannot be left out."""
-    NARROW: gl.constexpr = ROOM and ptr.dtype.element_ty.primitive_bitwidth == 16
+def result_buffers(
+    ptr, COUNT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ROOM: gl.constexpr = True, ADDED: gl.constexpr = False
+):
+    """COUNT buffers of BM x BN for `store` or, if ADDED, `add`. Results in float32 that are not ADDED, or that shared
+    memory has no ROOM for, are stored from registers and get the smallest possible: a partition's arguments cannot be
+    left out."""
+    WHOLE: gl.constexpr = ROOM and (ADDED or ptr.dtype.element_ty.primitive_bitwidth == 16)
+    TYPE: gl.constexpr = ptr.dtype.element_ty if WHOLE else gl.bfloat16
     ROWS: gl.constexpr = over_cluster(gl.num_ctas(), 1, 0)
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], gl.bfloat16, cga_layout=ROWS)
-    TYPE: gl.constexpr = ptr.dtype.element_ty if NARROW else gl.bfloat16
-    return gl.allocate_shared_memory(TYPE, [COUNT, BM, BN] if NARROW else [COUNT, 8 * gl.num_ctas(), 64], LAYOUT)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], TYPE, cga_layout=ROWS)
+    return gl.allocate_shared_memory(TYPE, [COUNT, BM, BN] if WHOLE else [COUNT, 8 * gl.num_ctas(), 64], LAYOUT)
 
 
 def tile_layout(dtype, shape: tuple[int, ...], over: list[list[int]] | None = None) -> gl.NVMMASharedLayout:

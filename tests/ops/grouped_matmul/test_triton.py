@@ -108,7 +108,8 @@ def test_kernel(tiles, name, spilled, tmp_path):
     if out == "bfloat16":
         assert "cp.async.bulk.tensor.3d.global.shared" in kernel.ptx  # whole tiles leave by TMA,
         assert "st.global.v4" in kernel.ptx  # others 16 bytes a thread
-    if "added float32" in name:  # L2 adds, two numbers of a thread at a time
+    if "added float32" in name:  # L2 adds: whole tiles by TMA, others two numbers of a thread at a time
+        assert "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add" in kernel.ptx
         assert "red.global.gpu.relaxed.add.v2.f32" in kernel.ptx
         assert "ld.global.v2" not in kernel.ptx
     if tiles.programs > 1:  # the second operand is loaded for both

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from jaxops._lib.arrays.manual_axes import out_struct, vary_as
+from jaxops._lib.arrays.manual_axes import barrier, out_struct, vary_as
 from jaxops._lib.arrays.partitioning import partitioned
 from jaxops.ops.grouped_matmul import grouped_wgrad
 from jaxops.ops.linear_cross_entropy.plan import Plan
@@ -74,22 +74,19 @@ def tokens(spec: Spec, operands: Operands) -> Tokens:
         logits = _logits(spec, rows)
         return None, _tokens(spec, rows, logits, _statistics(spec, rows, logits))
 
-    return _over_chunks(spec, of_chunk, None, operands)[1]
+    return _over_chunks(spec, of_chunk, operands)[1]
 
 
 def tokens_and_gradients(
     spec: Spec, operands: Operands, cotangents: Tokens
 ) -> tuple[Tokens, tuple[jax.Array, jax.Array, jax.Array | None]]:
     """Also the gradients of x, in the compute dtype, and of w and bias, in float32."""
-    _, w, bias, _ = operands
-    # A loop's values vary over the same mesh axes in each turn.
-    zeros = lambda a: vary_as(out_struct((), jnp.float32, w), jnp.zeros(a.shape, jnp.float32))
 
     def of_chunk(sums, rows: Operands, cotangents: Tokens) -> tuple[Any, tuple[Tokens, jax.Array]]:
-        logits, (dw, dbias) = _logits(spec, rows), sums
+        logits, (dw, dbias) = _logits(spec, rows), sums or (None, None)
         found = _statistics(spec, rows, logits)
         d = _logit_gradients(spec, rows, logits.products, found.log_sum, cotangents)
-        dbias = None if bias is None else _added(dbias, jnp.sum(d, axis=0))
+        dbias = None if rows.bias is None else _added(dbias, jnp.sum(d, axis=0))
         d = d.astype(spec.compute_dtype)
         x = jnp.where(_counts(spec, rows)[:, None], rows.x, 0)  # NaN times the zero gradient of such a row is NaN
         pair = (d, x) if spec.transpose_w else (x, d)
@@ -97,14 +94,13 @@ def tokens_and_gradients(
         dx = _product(spec, d, rows.w, (1, 0 if spec.transpose_w else 1), spec.compute_dtype)
         return (dw, dbias), (_tokens(spec, rows, logits, found), dx)
 
-    one = spec.plan.rows is None or spec.plan.rows >= operands.x.shape[0]
-    sums = tuple(None if one or a is None else zeros(a) for a in (w, bias))
-    (dw, dbias), (found, dx) = _over_chunks(spec, of_chunk, sums, operands, cotangents)
+    (dw, dbias), (found, dx) = _over_chunks(spec, of_chunk, operands, cotangents)
     return found, (dx, dw, dbias)
 
 
-def _over_chunks(spec: Spec, of_chunk: Callable, sums: Any, operands: Operands, *more: Tokens) -> tuple[Any, Any]:
-    """A `lax.scan` of of_chunk(sums, operands, *more) over chunks of rows: (the last sums, all rows' results)."""
+def _over_chunks(spec: Spec, of_chunk: Callable, operands: Operands, *more: Tokens) -> tuple[Any, Any]:
+    """of_chunk(sums, operands, *more) of chunks of rows, one after the other: (the last sums, all rows' results). The
+    first one's sums are None: it stores what the others, in a `lax.scan`, add to, and no zeros are written."""
     (x, w, bias, targets), rows = operands, spec.plan.rows
     T = x.shape[0]
 
@@ -112,15 +108,19 @@ def _over_chunks(spec: Spec, of_chunk: Callable, sums: Any, operands: Operands, 
         x, targets, *more = chunk
         return of_chunk(sums, Operands(x, w, bias, targets), *more)
 
+    given = (x, targets, *more)
     if rows is None or rows >= T:
-        return turn(sums, (x, targets, *more))
+        return turn(None, given)
 
     def cut(a: jax.Array) -> jax.Array:  # added rows have no cotangents, and no results
-        a = jnp.pad(a, ((0, -T % rows), *[(0, 0)] * (a.ndim - 1)))
+        a = jnp.pad(a[rows:], ((0, -T % rows), *[(0, 0)] * (a.ndim - 1)))
         return a.reshape(a.shape[0] // rows, rows, *a.shape[1:])
 
-    sums, results = lax.scan(turn, sums, jax.tree.map(cut, (x, targets, *more)))
-    return sums, jax.tree.map(lambda a: a.reshape(a.shape[0] * rows, *a.shape[2:])[:T], results)
+    # The barrier keeps the first chunk's logits from being in memory with the others'.
+    sums, first = barrier(turn(None, jax.tree.map(lambda a: a[:rows], given)))
+    sums, others = lax.scan(turn, sums, jax.tree.map(cut, given))
+    join = lambda a, b: jnp.concatenate([a, b.reshape(b.shape[0] * rows, *b.shape[2:])[: T - rows]])
+    return sums, jax.tree.map(join, first, others)
 
 
 def _added(total: jax.Array | None, more: jax.Array) -> jax.Array:

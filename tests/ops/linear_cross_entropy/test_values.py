@@ -188,8 +188,8 @@ def test_a_target_outside_of_the_vocabulary(target):
 
 
 def test_products():
-    """One without gradients; three with; where each token has a cotangent, the logits are made again. The loop over
-    chunks stands for all of them."""
+    """One a chunk without gradients; three with; where each token has a cotangent, the logits are made again. Twice: of
+    the first chunk, and of the loop over the others."""
     x, w, targets = jnp.ones((64, 8)), jnp.ones((8, 32)), jnp.zeros(64, jnp.int32)
 
     def products(f) -> int:
@@ -197,8 +197,8 @@ def test_products():
 
     mean = lambda x, w: loss(x, w, targets, chunk=16)
     each = lambda x, w: jnp.sum(loss(x, w, targets, chunk=16, reduction="none")[0])
-    assert (products(mean), products(jax.grad(mean, (0, 1)))) == (1, 3)
-    assert (products(each), products(jax.grad(each, (0, 1)))) == (1, 4)
+    assert (products(mean), products(jax.grad(mean, (0, 1)))) == (2, 6)
+    assert (products(each), products(jax.grad(each, (0, 1)))) == (2, 8)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -218,15 +218,15 @@ def test_memory(reduction):
 
 def test_rows_at_a_time():
     """Within the limit, or one tile; few rows of the last chunk empty."""
-    for T, V in ((8192, 131_072), (16_384, 151_936), (8192, 201_088), (16_384, 256_000)):
+    for T, V in ((8192, 131_072), (16_384, 151_936), (8192, 201_088), (4096, 129_280)):
         assert rows_at_a_time(T, V, 2) == 2048
-    assert rows_at_a_time(4096, 129_280, 2) is None
+    assert rows_at_a_time(4096, 122_000, 2) is None
     assert rows_at_a_time(1000, 1 << 40, 4) == TILE
     rng = np.random.default_rng(0)
     for _ in range(200):
         T, V, size = int(rng.integers(1, 1 << 17)), int(rng.integers(1, 300_000)), int(rng.choice([2, 4]))
         rows = rows_at_a_time(T, V, size)
-        assert (rows or T) * V * size < LIMIT_BYTES or rows == TILE
+        assert (rows or T) * V * size <= LIMIT_BYTES or rows == TILE
         if rows is not None:
             chunks = -(-T // rows)
             assert rows % TILE == 0

@@ -17,7 +17,8 @@ def test_values(kind):
 # One of each op, of every way to share a tile.
 FAITHFUL = (
     *("grouped_matmul-ping-pong-halves", "grouped_matmul-cluster", "grouped_wgrad-256x128"),
-    *("grouped_wgrad-cluster-halves", "grouped_matmul_sum-cluster", "modality_grouped_matmul-128x256"),
+    *("grouped_wgrad-cluster-halves", "grouped_wgrad_added-cluster", "grouped_matmul_sum-cluster"),
+    "modality_grouped_matmul-128x256",
     *("grouped_glu-silu-gathered", "moe_mlp_bwd-gelu", "linear_cross_entropy-cluster:bias"),
     *("fp8_dense-blocks", "fp8_rows-rowwise", "fp8_contraction-outer", "fp8_unit-silu-gathered"),
 )

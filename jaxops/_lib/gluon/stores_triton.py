@@ -153,7 +153,7 @@ def add(acc, desc, ptr, buf, row, end, col, N):
     columns at a time as desc (`row_windows`) has. Deterministic where each element has one addition a launch."""
     BM: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
-    if WIDTH > desc.block_shape[2]:
+    if desc.block_shape[2] < WIDTH:
         left, right = split_columns(acc)
         add(left, desc, ptr, buf, row, end, col, N)
         add(right, desc, ptr, buf, row, end, col + WIDTH // 2, N)

@@ -39,8 +39,8 @@ def linear_cross_entropy(
 ) -> Any:  # fmt: skip
     """The cross-entropy of the logits `x @ w` with target words, without an array of all logits.
 
-    Rows are taken in chunks. At most 1 GB of logits is in memory, and as much of their gradients (all of them, if T is
-    a symbolic size). With "mean" and "sum" a differentiated call makes a chunk's gradients while its logits are there:
+    Rows are taken in chunks. At most 1 GB of logits is in memory, which XLA overwrites with their gradients on a GPU (all
+    of them, if T is a symbolic size). With "mean" and "sum" a differentiated call makes a chunk's gradients while its logits are there:
     three products in all, where a `jax.checkpoint` around each chunk takes four. A call that is not differentiated
     makes no gradients. With "none" the tokens' cotangents are known only in the backward, which makes the logits again.
     Differentiable (reverse mode) in x, w, bias and weights. Deterministic.

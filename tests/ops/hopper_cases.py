@@ -188,13 +188,13 @@ def _split_and_added(name: str, rng) -> Problem:
 @kind("grouped_wgrad_added", "ping-pong", "128x256-halves", "cluster")
 def _added(name: str, rng) -> Problem:
     """Whole sums that are added to what the result holds, and NaN that stays where it is. The second launch adds
-    to the first one's result. TMA adds no tile that ends within the first rows of all: of one name."""
+    to the first one's result. Few: TMA would add group 0's tiles to rows of group 1, too."""
     few = name == "128x256-halves"
-    offsets = [5, 6, 6, 70, 150, 432] if few else None  # group 1 is empty, else group 0
+    offsets, empty = ([5, 6, 70, 70, 150, 432], 2) if few else (None, 0)
     lhs, rhs, _, dout, offsets = _grouped(rng, K=40 if few else 200, N=328, offsets=offsets)
     plan = Plan("triton", wgrad=TILES[name])
     before = rhs.astype(np.float32)
-    before[int(few), 0, 0], before[int(few), -1], before[3, 1, 1] = -0.0, np.nan, np.nan
+    before[empty, 0, 0], before[empty, -1], before[3, 1, 1] = -0.0, np.nan, np.nan
 
     def run(lhs, dout, offsets, sums):
         once = jaxops.grouped_wgrad(lhs, dout, offsets, plan=plan, accumulate_into=sums)

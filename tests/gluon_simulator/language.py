@@ -123,6 +123,11 @@ def sum(x: Tensor, axis) -> Tensor:
     return _combined(x, axis, lambda numbers: numbers.sum(axis=unwrap(axis), dtype=x.type.numpy))
 
 
+def max(x: Tensor, axis) -> Tensor:
+    """Of numbers and NaN the largest number."""
+    return _combined(x, axis, lambda numbers: np.fmax.reduce(numbers, axis=unwrap(axis)))
+
+
 def cumsum(x: Tensor, axis) -> Tensor:
     return Tensor(np.cumsum(x.used(), axis=unwrap(axis), dtype=x.type.numpy), x.type, x.halves)
 
@@ -143,6 +148,14 @@ def join(a: Tensor, b: Tensor) -> Tensor:
 
 def exp(x: Tensor) -> Tensor:
     return Tensor(np.exp(x.used()), x.type, x.halves)
+
+
+def exp2(x: Tensor) -> Tensor:
+    return Tensor(np.exp2(x.used()), x.type, x.halves)
+
+
+def log2(x: Tensor) -> Tensor:
+    return Tensor(np.log2(x.used()), x.type, x.halves)
 
 
 def erf(x: Tensor) -> Tensor:
@@ -242,8 +255,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack) -> Tens
 
 allocate_shared_memory = Buffer.allocate
 _NAMES = """
-    minimum maximum where cdiv arange full zeros zeros_like convert_layout cast sum cumsum reduce join exp erf load
-    store atomic_add atomic_max program_id num_programs num_ctas static_assert barrier warp_specialize to_tensor
+    minimum maximum where cdiv arange full zeros zeros_like convert_layout cast sum max cumsum reduce join exp exp2 log2
+    erf load store atomic_add atomic_max program_id num_programs num_ctas static_assert barrier warp_specialize to_tensor
     inline_asm_elementwise allocate_shared_memory
 """
 NAMES: dict[str, Any] = {name: globals()[name] for name in _NAMES.split()}

@@ -167,8 +167,14 @@ def _forward(spec: Spec, plan: Plan, save: bool, *operands: jax.Array) -> tuple[
     """(out [T, N, H],), and with `save` lse float32 [N, T], each row's logarithm of the sum of exponentials, which gets
     no gradient."""
     arrays = Arrays(*operands)
-    if plan.backend == "pallas":
+    if plan.backend == "triton":
+        from jaxops.ops.packed_attention.fwd_triton import forward_triton
+
         assert plan.fwd is not None  # make_plan fills what a backend has
+        results = forward_triton(spec, plan.fwd, arrays, cores=plan.on.cores)
+        return results if save else results[:1]
+    if plan.backend == "pallas":
+        assert plan.fwd is not None
         return forward_pallas(spec, plan.fwd, arrays, save=save, interpret=plan.on.interpret)
     assert plan.block is not None
     out, lse = forward_xla(spec, plan.block, arrays)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.arrays.powers import power_of_2
-from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gluon
 from jaxops._lib.planning.plans import AMPERE, BasePlan, Call, Planner, check_fields
 from jaxops.ops.packed_attention.cudnn import cudnn_missing
 
@@ -51,12 +51,12 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How one pass of the Pallas kernels is cut into programs.
+    """How one pass of the kernels is cut into programs.
 
     Attributes:
-      bq: rows of queries in a step; a program of fwd and dq owns as many.
+      bq: rows of queries in a step; a program of fwd and dq owns as many. Of "triton" fwd 128.
       bk: rows of keys in a step; a program of dkv owns as many. Both are powers of two, at least 16.
-      warps: warps a program (1, 2, 4 or 8).
+      warps: warps a program (1, 2, 4 or 8). Of "triton" 8, beside the producer's.
       stages: pipeline stages of the loop over the other operand's blocks.
     """
 
@@ -73,13 +73,14 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v).
+    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v). The backward of "triton" is
+    that of "pallas".
 
     Attributes:
       block: of "xla": rows of queries and of keys in a step of its loops.
     """
 
-    backend: Literal["cudnn", "pallas", "xla"] = "pallas"
+    backend: Literal["triton", "cudnn", "pallas", "xla"] = "pallas"
     block: int | None = None
     fwd: Tiles | None = None
     dq: Tiles | None = None
@@ -144,8 +145,36 @@ def _auto(problem: Problem, device: Device) -> str:
     return "pallas" if kernels and (p.mask == "rows" or p.cross) else "xla"
 
 
+def _triton_cannot(p: Problem) -> str:
+    """Why the Hopper kernel cannot run it; "" where it can."""
+    if p.dtype == "float32":
+        return "it has bfloat16 and float16 only, and q is float32"
+    if p.head_dim not in (16, 32, 64, 128):
+        return f"it takes a head_dim of 16, 32, 64 or 128, and this is {p.head_dim}"
+    return ""
+
+
+def _kernel(pass_name: str, call: Call[Problem, Plan]) -> str:
+    return call.backend if pass_name == "fwd" else "pallas"
+
+
+def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
+    if _kernel(pass_name, call) == "triton":
+        if (tiles.bq, tiles.warps) != (128, 8) or tiles.bk not in (64, 128):
+            raise ValueError(f"plan.fwd={tiles}: the triton kernel has a bq of 128, a bk of 64 or 128, and 8 warps.")
+        # q and the result, and the stages of k and v; mbarriers.
+        needed = 4 * call.problem.head_dim * (tiles.bq + tiles.stages * tiles.bk) + 1024
+        if needed > HOPPER_SHARED_BYTES:
+            raise ValueError(f"plan.fwd={tiles} needs {needed} bytes of shared memory: use fewer stages.")
+    return tiles
+
+
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     problem = call.problem
+    if call.backend == "triton":
+        if why := _triton_cannot(problem):
+            raise NotImplementedError(f"backend='triton' cannot run this: {why}. Use backend='auto' or 'xla'.")
+        check_gluon(call.device)
     if call.backend == "cudnn" and (why := _cudnn_cannot(problem, call.device)):
         raise NotImplementedError(f"backend='cudnn' cannot run this: {why}. Use backend='auto' or 'xla'.")
     if call.backend == "pallas" and problem.head_dim > _WIDEST:
@@ -171,6 +200,8 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     """The fastest of 14 to 24 on an H200, of 16,384 rows in 16 sequences and heads of 64 and 128; the times are in
     docs/notes/2026-11-28_tiles_of_row_ops.md."""
     wide, half = problem.head_dim > 64, problem.dtype != "float32"
+    if kernel == "triton":
+        return Tiles(128, 128, 8, 2 if wide else 3)
     if not half:
         tiles = Tiles(64, 32, 8, 2)
     elif pass_name == "dkv":
@@ -208,7 +239,8 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
 
 
 PLANNER = Planner(
-    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto, others=_others,
+    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto, kernel=_kernel,
+    triton=lambda problem, device: not _triton_cannot(problem) and runs_gluon(device), fit=_fit, others=_others,
     symbolic=("T", "S"),
 )  # fmt: skip
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

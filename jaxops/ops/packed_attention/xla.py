@@ -13,7 +13,7 @@ from jaxops.ops.packed_attention.plan import Arrays, Spec
 
 # Instead of a masked score: with -inf, a row without keys and its gradients are NaN.
 _LOW = float(jnp.finfo(jnp.float32).min)
-_MOST = 2.0**20  # where float32 numbers are an eighth apart
+EXACT_BELOW = 2.0**20  # where float32 numbers are an eighth apart
 
 
 class Rows(NamedTuple):
@@ -99,7 +99,7 @@ def exact_lse(lse: jax.Array, nat: float = 1.0) -> jax.Array:
 
     nat: e's logarithm in the same base.
     """
-    return jnp.where(jnp.abs(lse) < nat * _MOST, lse, jnp.nan)
+    return jnp.where(jnp.abs(lse) < nat * EXACT_BELOW, lse, jnp.nan)
 
 
 def _finish(top: jax.Array, total: jax.Array, mixed: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,370 @@
+"""The forward pass on Hopper, in Gluon: FlashAttention-3's schedule (Shah et al. 2024, arXiv:2407.08608).
+
+A persistent kernel. A program takes blocks of 128 query rows of one head, the longest first. One producer warp loads q,
+and the tiles of k and v into a pipeline of stages each, by TMA. Two consumer warp groups have 64 of the rows each. Both
+products of a step are in flight while the softmax of the step runs: the scores of the next tile, and the last tile's
+probabilities, from registers, times v. The groups issue them in turn, so that one's softmax runs beside the other's
+products.
+
+A block's tiles start at the first key that one of its rows sees. A box of keys ends at the last one: behind it may lie
+NaN, and zero times NaN is NaN. Tiles that all rows see whole come last, and run without a mask.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.gluon.gemm_triton import advance
+from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
+from jaxops._lib.gluon.layouts_triton import accumulator, one_number
+from jaxops._lib.gluon.stores_triton import as_block, tile_layout
+from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
+from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
+from jaxops.ops.packed_attention.visible import CONSUMER_ROWS as _ROWS
+from jaxops.ops.packed_attention.visible import FIELDS as _FIELDS
+from jaxops.ops.packed_attention.visible import query_blocks
+from jaxops.ops.packed_attention.xla import EXACT_BELOW
+
+LOG2_E = 1.4426950408889634  # the GPU has 2 ** x, not e ** x
+ROWS, FIELDS = gl.constexpr(_ROWS), gl.constexpr(_FIELDS)
+EXACT = gl.constexpr(LOG2_E * EXACT_BELOW)
+# The largest score before the first one: with -inf, rows without keys are NaN.
+NONE = gl.constexpr(float(jnp.finfo(jnp.float32).min))
+LOW = gl.constexpr(-math.inf)  # of a masked key
+
+
+@gluon.aggregate
+class Pipeline:
+    """Shared memory and its synchronisation.
+
+    q: [2, ROWS, D], of each consumer. k, v: [STAGES, BK, D]. out: as q.
+    block: what the consumers must know of a block: FIELDS numbers and the head.
+    *_full, *_empty: an mbarrier a stage; q has one stage.
+    order: an mbarrier for each consumer, on which it waits before it issues a step's products.
+    """
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    out: gl.shared_memory_descriptor
+    block: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    order: gl.shared_memory_descriptor
+    D: gl.constexpr
+    BK: gl.constexpr
+    STAGES: gl.constexpr
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = mbarrier.allocate_mbarrier(batch=COUNT)
+    for s in gl.static_range(COUNT):
+        mbarrier.init(bars.index(s), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def make_pipeline(dtype: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):
+    OF_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    OF_KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, D], dtype)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return Pipeline(
+        gl.allocate_shared_memory(dtype, [2, ROWS, D], OF_ROWS),
+        gl.allocate_shared_memory(dtype, [STAGES, BK, D], OF_KEYS),
+        gl.allocate_shared_memory(dtype, [STAGES, BK, D], OF_KEYS),
+        gl.allocate_shared_memory(dtype, [2, ROWS, D], OF_ROWS),
+        gl.allocate_shared_memory(gl.int32, [FIELDS + 1, 1], FLAT),
+        make_barriers(1, 1), make_barriers(1, 2), make_barriers(STAGES, 1), make_barriers(STAGES, 2),
+        make_barriers(STAGES, 1), make_barriers(STAGES, 2), make_barriers(2, 1),
+        D, BK, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def steps_of(least, most, BK: gl.constexpr):
+    """Tiles of a block. One that sees nothing has one, of zeros."""
+    return max(gl.cdiv(most - least, BK), 1)
+
+
+@gluon.jit
+def tile_of(step, tiles, BK: gl.constexpr):
+    """The first key of a step's tile, and the end of its keys. The tiles at the right come first."""
+    steps, least, most, right = tiles
+    first = least + gl.where(step < right, steps - 1 - step, step - right) * BK
+    return first, min(first + BK, most)
+
+
+@gluon.jit
+def load_keys(desc, bufs, full, empty, s, phase, tile, col):
+    """A tile's keys or values, as the last rows of a stage. The window starts with the tile, so that TMA fills the rows
+    before it with zeros."""
+    first, end = tile
+    mbarrier.wait(empty.index(s), phase)
+    mbarrier.expect(full.index(s), desc.nbytes_per_cta)
+    tma.async_load(desc, [first, end - bufs.shape[1] - first, col], full.index(s), as_block(bufs.index(s), desc))
+
+
+@gluon.jit
+def place(t, rows, heads, SECTION: gl.constexpr):
+    """Which block and which head tile t is: within a section of heads, whose keys L2 holds, the blocks by length."""
+    section = t // (rows * SECTION)
+    within = t % (rows * SECTION)
+    width = min(heads - section * SECTION, SECTION)
+    return within // width, section * SECTION + within % width
+
+
+@gluon.jit
+def produce(pipe, q_desc, k_desc, v_desc, blocks, sizes, SECTION: gl.constexpr):
+    """Loads the operands of this program's blocks, until there are no more."""
+    rows, heads, group = sizes
+    D: gl.constexpr = pipe.D
+    BK: gl.constexpr = pipe.BK
+    ONE: gl.constexpr = one_number(1, 1)
+    k_s = 0
+    k_phase = 1
+    v_s = 0
+    v_phase = 1
+    q_phase = 1
+    t = gl.program_id(0)
+    while t < rows * heads:
+        following = start_fetch_add(blocks + FIELDS * rows)
+        i, head = place(t, rows, heads, SECTION)
+        row = gl.load(blocks + FIELDS * i)
+        least = gl.load(blocks + FIELDS * i + 1)
+        most = gl.load(blocks + FIELDS * i + 2)
+        right = gl.load(blocks + FIELDS * i + 3)
+        masked = gl.load(blocks + FIELDS * i + 4)
+        col = head // group * D
+        mbarrier.wait(pipe.q_empty.index(0), q_phase)
+        q_phase ^= 1
+        values = (row, least, most, right, masked, head)
+        for n in gl.static_range(FIELDS + 1):
+            pipe.block.index(n).store(gl.full([1], values[n], gl.int32, ONE))
+        mbarrier.expect(pipe.q_full.index(0), 2 * q_desc.nbytes_per_cta)
+        for n in gl.static_range(2):
+            tma.async_load(q_desc, [row + n * ROWS, head * D], pipe.q_full.index(0), pipe.q.index(n))
+        steps = steps_of(least, most, BK)
+        tiles = (steps, least, most, right)
+        for step in range(steps + 1):
+            if step < steps:
+                load_keys(k_desc, pipe.k, pipe.k_full, pipe.k_empty, k_s, k_phase, tile_of(step, tiles, BK), col)
+                k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
+            if step > 0:
+                load_keys(v_desc, pipe.v, pipe.v_full, pipe.v_empty, v_s, v_phase, tile_of(step - 1, tiles, BK), col)
+                v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
+        t = gl.num_programs(0) + finish_fetch_add(following)
+    mbarrier.wait(pipe.q_empty.index(0), q_phase)
+    pipe.block.index(0).store(gl.full([1], -1, gl.int32, ONE))
+    mbarrier.arrive(pipe.q_full.index(0), count=1)
+
+
+@gluon.jit
+def softmax(scores, top, total, at, end, runs, SCALE: gl.constexpr, MASKED: gl.constexpr):
+    """A tile's exponentials, each row's largest score and sum of exponentials so far, and the factor on earlier sums.
+
+    at, end: the tile's keys are the last rows of the box. runs: of keys that each row sees.
+    """
+    BK: gl.constexpr = scores.shape[1]
+    if MASKED:
+        keys = end - BK + gl.arange(0, BK, layout=gl.SliceLayout(0, accumulator(BK)))
+        first, stop = runs
+        first = gl.maximum(first, at)
+        seen = (first[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
+        scores = gl.where(seen, scores, LOW)
+    above = gl.maximum(top, gl.max(scores, 1) * SCALE)
+    p = gl.exp2(scores * SCALE - above[:, None])
+    before = gl.exp2(top - above)
+    return p, above, before * total + gl.sum(p, 1), before
+
+
+@gluon.jit
+def as_operand(p, dtype: gl.constexpr, D: gl.constexpr):
+    """Probabilities as the left operand, in registers: each thread has the numbers that it needs."""
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, accumulator(D), 2), assert_trivial=True)
+
+
+@gluon.jit
+def for_sums(x, D: gl.constexpr):
+    """A number a row, as a factor on sums of D columns."""
+    return gl.convert_layout(x, gl.SliceLayout(1, accumulator(D)), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def start_scores(pipe, s, phase, WHICH: gl.constexpr):
+    mbarrier.wait(pipe.k_full.index(s), phase)
+    none = gl.zeros([ROWS, pipe.BK], gl.float32, accumulator(pipe.BK))
+    return warpgroup_mma(pipe.q.index(WHICH), pipe.k.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def attend(
+    pipe, state, places, tiles, span, runs, SCALE: gl.constexpr, MASKED: gl.constexpr, WHICH: gl.constexpr,
+    IN_TURN: gl.constexpr,
+):  # fmt: skip
+    """Steps span[0] to span[1] - 1.
+
+    state: sums, and of the last tile its probabilities, which are not in the sums yet, largest scores and sums of
+    exponentials. places: stages and phases of k and v, parity of the order. tiles: as
+    `tile_of`.
+    """
+    acc, p, top, total = state
+    k_s, k_phase, v_s, v_phase, parity = places
+    D: gl.constexpr = pipe.D
+    for step in range(span[0], span[1]):
+        if IN_TURN:
+            mbarrier.wait(pipe.order.index(WHICH), parity)
+            parity ^= 1
+        scores = start_scores(pipe, k_s, k_phase, WHICH)
+        mbarrier.wait(pipe.v_full.index(v_s), v_phase)
+        acc = warpgroup_mma(p, pipe.v.index(v_s), acc, is_async=True)
+        if IN_TURN:
+            mbarrier.arrive(pipe.order.index(1 - WHICH), count=1)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
+        k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
+        at, end = tile_of(step, tiles, pipe.BK)
+        new, top, total, before = softmax(scores, top, total, at, end, runs, SCALE, MASKED)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
+        v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
+        acc *= for_sums(before, D)
+        p = as_operand(new, pipe.v.dtype, D)
+    return (acc, p, top, total), (k_s, k_phase, v_s, v_phase, parity)
+
+
+@gluon.jit
+def read_block(pipe):
+    ONE: gl.constexpr = one_number(4, 1)
+    row = pipe.block.index(0).load(ONE).item()
+    least = pipe.block.index(1).load(ONE).item()
+    most = pipe.block.index(2).load(ONE).item()
+    right = pipe.block.index(3).load(ONE).item()
+    masked = pipe.block.index(4).load(ONE).item()
+    head = pipe.block.index(5).load(ONE).item()
+    gl.barrier()  # here, not before the first wait of the loops: see `read_tile`
+    return row, least, most, right, masked, head
+
+
+@gluon.jit
+def consume(
+    pipe, out_desc, first_ptr, end_ptr, lse_ptr, T, SCALE: gl.constexpr, WHICH: gl.constexpr, IN_TURN: gl.constexpr
+):
+    D: gl.constexpr = pipe.D
+    BK: gl.constexpr = pipe.BK
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, accumulator(BK))
+    k_s = 0
+    k_phase = 0
+    v_s = 0
+    v_phase = 0
+    q_phase = 0
+    parity = 0
+    if IN_TURN and WHICH == 1:  # the other one begins
+        mbarrier.arrive(pipe.order.index(0), count=1)
+    mbarrier.wait(pipe.q_full.index(0), q_phase)
+    row, least, most, right, masked, head = read_block(pipe)
+    while row >= 0:
+        rows = row + WHICH * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
+        first = gl.load(first_ptr + rows, mask=rows < T, other=0)
+        stop = gl.load(end_ptr + rows, mask=rows < T, other=0)
+        runs = (first, stop)
+        steps = steps_of(least, most, BK)
+        tiles = (steps, least, most, right)
+        scores = warpgroup_mma_wait(0, deps=[start_scores(pipe, k_s, k_phase, WHICH)])
+        mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
+        k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
+        top = gl.full([ROWS], NONE, gl.float32, OF_ROW)
+        total = gl.zeros([ROWS], gl.float32, OF_ROW)
+        at, end = tile_of(0, tiles, BK)
+        p, top, total, _ = softmax(scores, top, total, at, end, runs, SCALE, True)
+        acc = gl.zeros([ROWS, D], gl.float32, accumulator(D))
+        state = (acc, as_operand(p, pipe.v.dtype, D), top, total)
+        places = (k_s, k_phase, v_s, v_phase, parity)
+        state, places = attend(pipe, state, places, tiles, (1, masked), runs, SCALE, True, WHICH, IN_TURN)
+        span = (max(masked, 1), steps)
+        state, places = attend(pipe, state, places, tiles, span, runs, SCALE, False, WHICH, IN_TURN)
+        acc, p, top, total = state
+        k_s, k_phase, v_s, v_phase, parity = places
+        mbarrier.arrive(pipe.q_empty.index(0), count=1)
+        mbarrier.wait(pipe.v_full.index(v_s), v_phase)
+        acc = warpgroup_mma(p, pipe.v.index(v_s), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
+        v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
+        sees = first < stop
+        total = gl.where(sees, total, 1.0)
+        # Rows outside the sequences may hold NaN: selected, not multiplied.
+        out = gl.where(for_sums(sees, D), acc * for_sums(1.0 / total, D), 0.0)
+        tma.store_wait(0)
+        pipe.out.index(WHICH).store(out.to(out_desc.dtype))
+        fence_async_shared()
+        tma.async_store(out_desc, [row + WHICH * ROWS, head * D], pipe.out.index(WHICH))
+        lse = top + gl.log2(total)
+        lse = gl.where(sees, gl.where(gl.maximum(lse, -lse) < EXACT, lse, LOW - LOW), 0.0)
+        gl.store(lse_ptr + gl.cast(head, gl.int64) * T + rows, lse, mask=rows < T)
+        q_phase ^= 1
+        mbarrier.wait(pipe.q_full.index(0), q_phase)
+        row, least, most, right, masked, head = read_block(pipe)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def packed_attention_fwd_kernel(
+    q_desc, k_desc, v_desc, first, end, blocks, out_desc, out, lse, T, sizes, D: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, SCALE: gl.constexpr, SECTION: gl.constexpr, IN_TURN: gl.constexpr,
+):  # fmt: skip
+    pipe = make_pipeline(k_desc.dtype, D, BK, STAGES)
+    gl.warp_specialize([
+        (consume, (pipe, out_desc, first, end, lse, T, SCALE, 0, IN_TURN)),
+        (consume, (pipe, out_desc, first, end, lse, T, SCALE, 1, IN_TURN)),
+        (produce, (pipe, q_desc, k_desc, v_desc, blocks, sizes, SECTION)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+_L2_BYTES = 2**25  # of keys and values of a section of heads: two thirds of L2
+
+
+def forward_triton(
+    spec: Spec, tiles: Tiles, arrays: Arrays, *, cores: int, in_turn: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    """(out [T, N, H], lse float32 [N, T]: of each row, the base 2 logarithm of the sum of exponentials). No size is 0."""
+    q, k, v, first, end, _ = arrays
+    (T, N, D), (S, K, _) = q.shape, k.shape
+    q = -q if spec.scale < 0 else q  # so that the largest product is the largest score
+    scale = max(abs(spec.scale), 1e-30) * LOG2_E  # 0 times a masked score's -inf were NaN
+    block = (_ROWS, D)
+    layout = tile_layout(q.dtype, block)
+    window = (1, tiles.bk, D)
+    windows = [
+        TensorDescriptor(
+            x.reshape(S, K * D), (S, tiles.bk, K * D), (K * D, K * D, 1), window, tile_layout(x.dtype, window)
+        )
+        for x in (k, v)
+    ]
+    blocks = query_blocks(first, end, S=S, bq=2 * _ROWS, bk=tiles.bk)
+    rows = blocks.shape[0]
+    heads = N // K * max(_L2_BYTES // (2 * S * D * q.dtype.itemsize), 1)
+    out, lse = triton_call(
+        TensorDescriptor.from_array(q.reshape(T, N * D), block, layout=layout), *windows, first, end,
+        Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, layout),
+        kernel=packed_attention_fwd_kernel, name="packed_attention_fwd", grid=min(cores, rows * N),
+        out_type=(out_struct((T, N * D), q.dtype, like=q), out_struct((N, T), jnp.float32, like=q)),
+        flops=4 * spec.pairs * N * D, T=T, sizes=(rows, N, N // K), D=D, BK=tiles.bk, STAGES=tiles.stages,
+        SCALE=scale, SECTION=min(heads, N), IN_TURN=in_turn,
+    )  # fmt: skip
+    return out.reshape(T, N, D), lse

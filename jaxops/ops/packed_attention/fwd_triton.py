@@ -1,10 +1,9 @@
 """The forward pass on Hopper, in Gluon: FlashAttention-3's schedule (Shah et al. 2024, arXiv:2407.08608).
 
-A persistent kernel. A program takes blocks of 128 query rows of one head, the longest first. One producer warp loads q,
-and the tiles of k and v into a pipeline of stages each, by TMA. Two consumer warp groups have 64 of the rows each. Both
-products of a step are in flight while the softmax of the step runs: the scores of the next tile, and the last tile's
-probabilities, from registers, times v. The groups issue them in turn, so that one's softmax runs beside the other's
-products.
+A persistent kernel. A program takes blocks of query rows of one head, the longest first. One producer warp loads q, and
+the tiles of k and v into a pipeline of stages each, by TMA. Two or three consumer warp groups have 64 of the rows each.
+While the softmax of a step runs, the last tile's probabilities, from registers, are multiplied with v. The groups issue
+their products in turn, so that one's softmax runs beside the others' products.
 
 A block's tiles start at the first key that one of its rows sees. A box of keys ends at the last one: behind it may lie
 NaN, and zero times NaN is NaN. Tiles that all rows see whole come last, and run without a mask.
@@ -48,7 +47,7 @@ LOW = gl.constexpr(-math.inf)  # of a masked key
 class Pipeline:
     """Shared memory and its synchronisation.
 
-    q: [2, ROWS, D], of each consumer. k, v: [STAGES, BK, D]. out: as q.
+    q: [CONSUMERS, ROWS, D]. k, v: [STAGES, BK, D]. out: as q.
     block: what the consumers must know of a block: FIELDS numbers and the head.
     *_full, *_empty: an mbarrier a stage; q has one stage.
     order: an mbarrier for each consumer, on which it waits before it issues a step's products.
@@ -69,6 +68,7 @@ class Pipeline:
     D: gl.constexpr
     BK: gl.constexpr
     STAGES: gl.constexpr
+    CONSUMERS: gl.constexpr
 
 
 @gluon.jit
@@ -80,19 +80,19 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def make_pipeline(dtype: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):
+def make_pipeline(dtype: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     OF_KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, D], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Pipeline(
-        gl.allocate_shared_memory(dtype, [2, ROWS, D], OF_ROWS),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], OF_ROWS),
         gl.allocate_shared_memory(dtype, [STAGES, BK, D], OF_KEYS),
         gl.allocate_shared_memory(dtype, [STAGES, BK, D], OF_KEYS),
-        gl.allocate_shared_memory(dtype, [2, ROWS, D], OF_ROWS),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], OF_ROWS),
         gl.allocate_shared_memory(gl.int32, [FIELDS + 1, 1], FLAT),
-        make_barriers(1, 1), make_barriers(1, 2), make_barriers(STAGES, 1), make_barriers(STAGES, 2),
-        make_barriers(STAGES, 1), make_barriers(STAGES, 2), make_barriers(2, 1),
-        D, BK, STAGES,
+        make_barriers(1, 1), make_barriers(1, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
+        make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS), make_barriers(CONSUMERS, 1),
+        D, BK, STAGES, CONSUMERS,
     )  # fmt: skip
 
 
@@ -156,8 +156,8 @@ def produce(pipe, q_desc, k_desc, v_desc, blocks, sizes, SECTION: gl.constexpr):
         values = (row, least, most, right, masked, head)
         for n in gl.static_range(FIELDS + 1):
             pipe.block.index(n).store(gl.full([1], values[n], gl.int32, ONE))
-        mbarrier.expect(pipe.q_full.index(0), 2 * q_desc.nbytes_per_cta)
-        for n in gl.static_range(2):
+        mbarrier.expect(pipe.q_full.index(0), pipe.CONSUMERS * q_desc.nbytes_per_cta)
+        for n in gl.static_range(pipe.CONSUMERS):
             tma.async_load(q_desc, [row + n * ROWS, head * D], pipe.q_full.index(0), pipe.q.index(n))
         steps = steps_of(least, most, BK)
         tiles = (steps, least, most, right)
@@ -234,7 +234,7 @@ def attend(
         mbarrier.wait(pipe.v_full.index(v_s), v_phase)
         acc = warpgroup_mma(p, pipe.v.index(v_s), acc, is_async=True)
         if IN_TURN:
-            mbarrier.arrive(pipe.order.index(1 - WHICH), count=1)
+            mbarrier.arrive(pipe.order.index((WHICH + 1) % pipe.CONSUMERS), count=1)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
         k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
@@ -274,7 +274,7 @@ def consume(
     v_phase = 0
     q_phase = 0
     parity = 0
-    if IN_TURN and WHICH == 1:  # the other one begins
+    if IN_TURN and WHICH == pipe.CONSUMERS - 1:  # the first one begins
         mbarrier.arrive(pipe.order.index(0), count=1)
     mbarrier.wait(pipe.q_full.index(0), q_phase)
     row, least, most, right, masked, head = read_block(pipe)
@@ -326,14 +326,23 @@ def consume(
 @gluon.jit
 def packed_attention_fwd_kernel(
     q_desc, k_desc, v_desc, first, end, blocks, out_desc, out, lse, T, sizes, D: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, SCALE: gl.constexpr, SECTION: gl.constexpr, IN_TURN: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, SECTION: gl.constexpr, IN_TURN: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, BK, STAGES)
-    gl.warp_specialize([
-        (consume, (pipe, out_desc, first, end, lse, T, SCALE, 0, IN_TURN)),
-        (consume, (pipe, out_desc, first, end, lse, T, SCALE, 1, IN_TURN)),
-        (produce, (pipe, q_desc, k_desc, v_desc, blocks, sizes, SECTION)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    pipe = make_pipeline(k_desc.dtype, D, BK, STAGES, CONSUMERS)
+    loads = (pipe, q_desc, k_desc, v_desc, blocks, sizes, SECTION)
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consume, (pipe, out_desc, first, end, lse, T, SCALE, 0, IN_TURN)),
+            (consume, (pipe, out_desc, first, end, lse, T, SCALE, 1, IN_TURN)),
+            (produce, loads),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (pipe, out_desc, first, end, lse, T, SCALE, 0, IN_TURN)),
+            (consume, (pipe, out_desc, first, end, lse, T, SCALE, 1, IN_TURN)),
+            (consume, (pipe, out_desc, first, end, lse, T, SCALE, 2, IN_TURN)),
+            (produce, loads),
+        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
 _L2_BYTES = 2**25  # of keys and values of a section of heads: two thirds of L2
@@ -356,7 +365,7 @@ def forward_triton(
         )
         for x in (k, v)
     ]
-    blocks = query_blocks(first, end, S=S, bq=2 * _ROWS, bk=tiles.bk)
+    blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     rows = blocks.shape[0]
     heads = N // K * max(_L2_BYTES // (2 * S * D * q.dtype.itemsize), 1)
     out, lse = triton_call(
@@ -365,6 +374,6 @@ def forward_triton(
         kernel=packed_attention_fwd_kernel, name="packed_attention_fwd", grid=min(cores, rows * N),
         out_type=(out_struct((T, N * D), q.dtype, like=q), out_struct((N, T), jnp.float32, like=q)),
         flops=4 * spec.pairs * N * D, T=T, sizes=(rows, N, N // K), D=D, BK=tiles.bk, STAGES=tiles.stages,
-        SCALE=scale, SECTION=min(heads, N), IN_TURN=in_turn,
+        CONSUMERS=tiles.bq // _ROWS, SCALE=scale, SECTION=min(heads, N), IN_TURN=in_turn,
     )  # fmt: skip
     return out.reshape(T, N, D), lse

@@ -80,7 +80,9 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def make_pipeline(dtype: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+def make_pipeline(
+    dtype: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr
+):  # fmt: skip
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     OF_KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, D], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -351,7 +353,7 @@ _L2_BYTES = 2**25  # of keys and values of a section of heads: two thirds of L2
 def forward_triton(
     spec: Spec, tiles: Tiles, arrays: Arrays, *, cores: int, in_turn: bool = True
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [T, N, H], lse float32 [N, T]: of each row, the base 2 logarithm of the sum of exponentials). No size is 0."""
+    """(out [T, N, H], lse float32 [N, T]: each row's base 2 logarithm of the sum of exponentials). No size is 0."""
     q, k, v, first, end, _ = arrays
     (T, N, D), (S, K, _) = q.shape, k.shape
     q = -q if spec.scale < 0 else q  # so that the largest product is the largest score

@@ -201,6 +201,10 @@ def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> t
         return backward_xla(spec, plan.block, arrays, out, lse, dout)
     assert plan.dq is not None
     assert plan.dkv is not None
+    if plan.backend == "triton":
+        from jaxops.ops.packed_attention.bwd_triton import backward_triton
+
+        return backward_triton(spec, plan.dq, plan.dkv, arrays, out, lse, dout, cores=plan.on.cores)
     return backward_pallas(spec, plan.dq, plan.dkv, arrays, out, lse, dout, interpret=plan.on.interpret)
 
 

@@ -47,7 +47,7 @@ LOW = gl.constexpr(-math.inf)  # of a masked key
 class Pipeline:
     """Shared memory and its synchronisation.
 
-    q: [CONSUMERS, ROWS, D]. k, v: [STAGES, BK, D]. out: as q.
+    q: [CONSUMERS, ROWS, D]. k, v: [STAGES, BK, D]. out: as q; the backward loads dout into it.
     block: what the consumers must know of a block: FIELDS numbers and the head.
     *_full, *_empty: an mbarrier a stage; q has one stage.
     order: an mbarrier for each consumer, on which it waits before it issues a step's products.
@@ -132,8 +132,8 @@ def place(t, rows, heads, SECTION: gl.constexpr):
 
 
 @gluon.jit
-def produce(pipe, q_desc, k_desc, v_desc, blocks, sizes, SECTION: gl.constexpr):
-    """Loads the operands of this program's blocks, until there are no more."""
+def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.constexpr):
+    """Loads the operands of this program's blocks, until there are no more. dout_desc: the backward's, or None."""
     rows, heads, group = sizes
     D: gl.constexpr = pipe.D
     BK: gl.constexpr = pipe.BK
@@ -158,9 +158,12 @@ def produce(pipe, q_desc, k_desc, v_desc, blocks, sizes, SECTION: gl.constexpr):
         values = (row, least, most, right, masked, head)
         for n in gl.static_range(FIELDS + 1):
             pipe.block.index(n).store(gl.full([1], values[n], gl.int32, ONE))
-        mbarrier.expect(pipe.q_full.index(0), pipe.CONSUMERS * q_desc.nbytes_per_cta)
+        PARTS: gl.constexpr = pipe.CONSUMERS if dout_desc is None else 2 * pipe.CONSUMERS
+        mbarrier.expect(pipe.q_full.index(0), PARTS * q_desc.nbytes_per_cta)
         for n in gl.static_range(pipe.CONSUMERS):
             tma.async_load(q_desc, [row + n * ROWS, head * D], pipe.q_full.index(0), pipe.q.index(n))
+            if dout_desc is not None:
+                tma.async_load(dout_desc, [row + n * ROWS, head * D], pipe.q_full.index(0), pipe.out.index(n))
         steps = steps_of(least, most, BK)
         tiles = (steps, least, most, right)
         for step in range(steps + 1):
@@ -177,6 +180,15 @@ def produce(pipe, q_desc, k_desc, v_desc, blocks, sizes, SECTION: gl.constexpr):
 
 
 @gluon.jit
+def seen_keys(at, end, runs, BK: gl.constexpr):
+    """Which keys of a tile each row sees."""
+    keys = end - BK + gl.arange(0, BK, layout=gl.SliceLayout(0, accumulator(BK)))
+    first, stop = runs
+    first = gl.maximum(first, at)
+    return (first[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
+
+
+@gluon.jit
 def softmax(scores, top, total, at, end, runs, SCALE: gl.constexpr, MASKED: gl.constexpr):
     """A tile's exponentials, each row's largest score and sum of exponentials so far, and the factor on earlier sums.
 
@@ -184,11 +196,7 @@ def softmax(scores, top, total, at, end, runs, SCALE: gl.constexpr, MASKED: gl.c
     """
     BK: gl.constexpr = scores.shape[1]
     if MASKED:
-        keys = end - BK + gl.arange(0, BK, layout=gl.SliceLayout(0, accumulator(BK)))
-        first, stop = runs
-        first = gl.maximum(first, at)
-        seen = (first[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
-        scores = gl.where(seen, scores, LOW)
+        scores = gl.where(seen_keys(at, end, runs, BK), scores, LOW)
     above = gl.maximum(top, gl.max(scores, 1) * SCALE)
     p = gl.exp2(scores * SCALE - above[:, None])
     before = gl.exp2(top - above)
@@ -331,7 +339,7 @@ def packed_attention_fwd_kernel(
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, SECTION: gl.constexpr, IN_TURN: gl.constexpr,
 ):  # fmt: skip
     pipe = make_pipeline(k_desc.dtype, D, BK, STAGES, CONSUMERS)
-    loads = (pipe, q_desc, k_desc, v_desc, blocks, sizes, SECTION)
+    loads = (pipe, q_desc, k_desc, v_desc, None, blocks, sizes, SECTION)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (pipe, out_desc, first, end, lse, T, SCALE, 0, IN_TURN)),
@@ -350,6 +358,21 @@ def packed_attention_fwd_kernel(
 _L2_BYTES = 2**25  # of keys and values of a section of heads: two thirds of L2
 
 
+def key_windows(k: jax.Array, v: jax.Array, rows: int) -> list[TensorDescriptor]:
+    """Descriptors of k and v as windows of so many rows of all heads: [first row of the window, row in it, column]."""
+    (S, K, D), window = k.shape, (1, rows, k.shape[2])
+    layout = tile_layout(k.dtype, window)
+    return [
+        TensorDescriptor(x.reshape(S, K * D), (S, rows, K * D), (K * D, K * D, 1), window, layout) for x in (k, v)
+    ]
+
+
+def heads_of_section(arrays: Arrays) -> int:
+    """Heads of q whose keys and values L2 holds at a time."""
+    (_, N, D), (S, K, _) = arrays.q.shape, arrays.k.shape
+    return min(N // K * max(_L2_BYTES // (2 * S * D * arrays.k.dtype.itemsize), 1), N)
+
+
 def forward_triton(
     spec: Spec, tiles: Tiles, arrays: Arrays, *, cores: int, in_turn: bool = True
 ) -> tuple[jax.Array, jax.Array]:
@@ -360,22 +383,14 @@ def forward_triton(
     scale = max(abs(spec.scale), 1e-30) * LOG2_E  # 0 times a masked score's -inf were NaN
     block = (_ROWS, D)
     layout = tile_layout(q.dtype, block)
-    window = (1, tiles.bk, D)
-    windows = [
-        TensorDescriptor(
-            x.reshape(S, K * D), (S, tiles.bk, K * D), (K * D, K * D, 1), window, tile_layout(x.dtype, window)
-        )
-        for x in (k, v)
-    ]
     blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     rows = blocks.shape[0]
-    heads = N // K * max(_L2_BYTES // (2 * S * D * q.dtype.itemsize), 1)
     out, lse = triton_call(
-        TensorDescriptor.from_array(q.reshape(T, N * D), block, layout=layout), *windows, first, end,
+        TensorDescriptor.from_array(q.reshape(T, N * D), block, layout=layout), *key_windows(k, v, tiles.bk), first, end,
         Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, layout),
         kernel=packed_attention_fwd_kernel, name="packed_attention_fwd", grid=min(cores, rows * N),
         out_type=(out_struct((T, N * D), q.dtype, like=q), out_struct((N, T), jnp.float32, like=q)),
         flops=4 * spec.pairs * N * D, T=T, sizes=(rows, N, N // K), D=D, BK=tiles.bk, STAGES=tiles.stages,
-        CONSUMERS=tiles.bq // _ROWS, SCALE=scale, SECTION=min(heads, N), IN_TURN=in_turn,
+        CONSUMERS=tiles.bq // _ROWS, SCALE=scale, SECTION=heads_of_section(arrays), IN_TURN=in_turn,
     )  # fmt: skip
     return out.reshape(T, N, D), lse

@@ -73,8 +73,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v). The backward of "triton" is
-    that of "pallas".
+    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v).
 
     Attributes:
       block: of "xla": rows of queries and of keys in a step of its loops.
@@ -154,18 +153,18 @@ def _triton_cannot(p: Problem) -> str:
     return ""
 
 
-def _kernel(pass_name: str, call: Call[Problem, Plan]) -> str:
-    return call.backend if pass_name == "fwd" else "pallas"
-
-
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
-    if _kernel(pass_name, call) == "triton":
-        if (tiles.bq, tiles.warps) != (128, 8) or tiles.bk not in (64, 128):
-            raise ValueError(f"plan.fwd={tiles}: the triton kernel has a bq of 128, a bk of 64 or 128, and 8 warps.")
-        # q and the result, and the stages of k and v; mbarriers.
-        needed = 4 * call.problem.head_dim * (tiles.bq + tiles.stages * tiles.bk) + 1024
+    if call.backend == "triton":
+        owned, streamed = (tiles.bk, tiles.bq) if pass_name == "dkv" else (tiles.bq, tiles.bk)
+        if owned != 128 or tiles.warps != 8 or streamed not in (64, 128):
+            raise ValueError(
+                f"plan.{pass_name}={tiles}: a program of the triton kernels owns 128 rows (bk of dkv, else bq), loops "
+                "over 64 or 128, and has 8 warps."
+            )
+        # Two arrays of rows that a program owns, the stages of two others; mbarriers and numbers of rows.
+        needed = 4 * call.problem.head_dim * (owned + tiles.stages * streamed) + 8 * tiles.stages * streamed + 1024
         if needed > HOPPER_SHARED_BYTES:
-            raise ValueError(f"plan.fwd={tiles} needs {needed} bytes of shared memory: use fewer stages.")
+            raise ValueError(f"plan.{pass_name}={tiles} needs {needed} bytes of shared memory: use fewer stages.")
     return tiles
 
 
@@ -201,7 +200,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     docs/notes/2026-11-28_tiles_of_row_ops.md."""
     wide, half = problem.head_dim > 64, problem.dtype != "float32"
     if kernel == "triton":
-        return Tiles(128, 128, 8, 2 if wide else 3)
+        return Tiles(64, 128, 8, 3) if pass_name == "dkv" else Tiles(128, 128, 8, 2 if wide else 3)
     if not half:
         tiles = Tiles(64, 32, 8, 2)
     elif pass_name == "dkv":
@@ -239,7 +238,7 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
 
 
 PLANNER = Planner(
-    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto, kernel=_kernel,
+    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto,
     triton=lambda problem, device: not _triton_cannot(problem) and runs_gluon(device), fit=_fit, others=_others,
     symbolic=("T", "S"),
 )  # fmt: skip

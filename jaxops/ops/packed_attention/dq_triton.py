@@ -24,6 +24,7 @@ from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.stores_triton import tile_layout
 from jaxops.ops.packed_attention.fwd_triton import (
     LOG2_E,
+    LOW,
     ROWS,
     as_operand,
     for_sums,
@@ -55,10 +56,11 @@ def add_tiles(pipe, acc, places, tiles, span, rows, SCALE: gl.constexpr, MASKED:
         values = pipe.v.index(v_s).permute((1, 0))
         products = warpgroup_mma(pipe.out.index(WHICH), values, none, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        p = gl.exp2(scores * SCALE - lse[:, None])
+        scores = scores * SCALE - lse[:, None]
         if MASKED:
             at, end = tile_of(step, tiles, BK)
-            p = gl.where(seen_keys(at, end, runs, BK), p, 0.0)
+            scores = gl.where(seen_keys(at, end, runs, BK), scores, LOW)
+        p = gl.exp2(scores)
         products = warpgroup_mma_wait(0, deps=[products])
         mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
         v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)

@@ -151,7 +151,7 @@ def test_what_it_cannot_run():
 def test_plans():
     problem = Problem(64, 64, 4, 2, 128, "bfloat16")
     assert make_plan(problem, H200, backend="triton").fwd == Tiles(128, 128, 8, 2)
-    with pytest.raises(ValueError, match="a bq of 128"):
+    with pytest.raises(ValueError, match="owns 128 rows"):
         make_plan(problem, H200, plan=Plan("triton", fwd=Tiles(64, 64, 4, 2)))
-    with pytest.raises(ValueError, match="263168 bytes of shared memory: use fewer stages"):
+    with pytest.raises(ValueError, match="266240 bytes of shared memory: use fewer stages"):
         make_plan(problem, H200, plan=Plan("triton", fwd=Tiles(128, 128, 8, 3)))

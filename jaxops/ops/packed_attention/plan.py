@@ -149,8 +149,8 @@ def _triton_cannot(p: Problem) -> str:
     """Why the Hopper kernel cannot run it; "" where it can."""
     if p.dtype == "float32":
         return "it has bfloat16 and float16 only, and q is float32"
-    if p.head_dim not in (16, 32, 64, 128):
-        return f"it takes a head_dim of 16, 32, 64 or 128, and this is {p.head_dim}"
+    if p.head_dim % 8 or p.head_dim > _WIDEST:
+        return f"it takes a head_dim of at most {_WIDEST}, a multiple of 8, and this is {p.head_dim}"
     return ""
 
 
@@ -160,13 +160,19 @@ def _kernel(pass_name: str, call: Call[Problem, Plan]) -> str:
 
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     if _kernel(pass_name, call) == "triton":
-        if (tiles.bq, tiles.warps) != (128, 8) or tiles.bk not in (64, 128):
-            raise ValueError(f"plan.fwd={tiles}: the triton kernel has a bq of 128, a bk of 64 or 128, and 8 warps.")
-        # q and the result, and the stages of k and v; mbarriers.
-        needed = 4 * call.problem.head_dim * (tiles.bq + tiles.stages * tiles.bk) + 1024
-        if needed > HOPPER_SHARED_BYTES:
+        most = 64 if call.problem.head_dim > 128 else 128  # columns of scores in registers, beside those of the sums
+        if (tiles.bq, tiles.warps) != (128, 8) or not 64 <= tiles.bk <= most:
+            raise ValueError(f"plan.fwd={tiles}: this needs a bq of 128, a bk of 64 to {most}, and 8 warps.")
+        if (needed := hopper_bytes(tiles, call.problem.head_dim)) > HOPPER_SHARED_BYTES:
             raise ValueError(f"plan.fwd={tiles} needs {needed} bytes of shared memory: use fewer stages.")
     return tiles
+
+
+def hopper_bytes(tiles: Tiles, head_dim: int, *, apart: bool = False) -> int:
+    """Shared memory of the Hopper kernel: q, the stages of k and v, mbarriers; apart: memory of its own for the
+    result."""
+    rows = (1 + apart) * tiles.bq + 2 * tiles.stages * tiles.bk
+    return 2 * max(16, power_of_2(head_dim)) * rows + 1024
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
@@ -201,7 +207,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     docs/notes/2026-11-28_tiles_of_row_ops.md."""
     wide, half = problem.head_dim > 64, problem.dtype != "float32"
     if kernel == "triton":
-        return Tiles(128, 128, 8, 2 if wide else 3)
+        return Tiles(128, 64, 8, 2) if problem.head_dim > 128 else Tiles(128, 128, 8, 2 if wide else 3)
     if not half:
         tiles = Tiles(64, 32, 8, 2)
     elif pass_name == "dkv":

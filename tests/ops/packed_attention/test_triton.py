@@ -22,7 +22,7 @@ def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
     ("dim", "bk", "stages", "apart"),
     [
         (256, 64, 2, False),
-        (192, 64, 1, True),
+        (192, 64, 2, False),
         (128, 128, 2, True),
         (128, 128, 3, False),
         (128, 64, 4, True),

@@ -22,7 +22,7 @@ from jaxops._lib.arrays.precision import resolve_precision
 from jaxops._lib.arrays.residual_names import named
 from jaxops.ops.packed_attention.cudnn import attend_cudnn
 from jaxops.ops.packed_attention.kernels_pallas import backward_pallas, forward_pallas
-from jaxops.ops.packed_attention.plan import PLANNER, Arrays, Plan, Problem, Spec
+from jaxops.ops.packed_attention.plan import HOPPER_BACKWARD_WIDEST, PLANNER, Arrays, Plan, Problem, Spec
 from jaxops.ops.packed_attention.visible import most_pairs, visible_rows
 from jaxops.ops.packed_attention.xla import backward_xla, forward_xla
 
@@ -57,8 +57,8 @@ def packed_attention(
     Array([0., 1., 1., 3., 0.], dtype=float32)
 
     Args:
-      q: [T, heads, head_dim], bfloat16, float16 or float32. Scores, softmax and sums are float32. By "pallas" and "xla"
-        a row whose largest score is 2**20 or more in magnitude has the right output and NaN gradients: float32 scores
+      q: [T, heads, head_dim], bfloat16, float16 or float32. Scores, softmax and sums are float32. But by
+        "cudnn" a row whose largest score is 2**20 or more in magnitude has the right output and NaN gradients: float32 scores
         are an eighth apart there, too coarse for the backward. cuDNN's gradients of such rows are wrong.
       k, v: [S, kv_heads, head_dim] in q's dtype; heads / kv_heads queries share a key and a value.
       sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T. Other values give unspecified rows, but no access
@@ -80,7 +80,8 @@ def packed_attention(
         takes 171 ms with 4, 185 with 64 (H200, 2026-11-22).
       backend: "auto" takes "cudnn" where it can (on a GPU, bfloat16 or float16, causal or whole sequences), but for
         causal sequences with `longest` up to 2,048; "pallas" for these and for other masks, and "xla" elsewhere.
-        "cudnn", "pallas" (interpreted on a CPU) or "xla" runs or raises.
+        "triton" (on Hopper, bfloat16 or float16; the backward is that of "pallas"), "cudnn", "pallas" (interpreted on a
+        CPU) or "xla" runs or raises.
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
@@ -201,7 +202,7 @@ def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> t
         return backward_xla(spec, plan.block, arrays, out, lse, dout)
     assert plan.dq is not None
     assert plan.dkv is not None
-    if plan.backend == "triton":
+    if plan.backend == "triton" and arrays.q.shape[2] <= HOPPER_BACKWARD_WIDEST:
         from jaxops.ops.packed_attention.bwd_triton import backward_triton
 
         return backward_triton(spec, plan.dq, plan.dkv, arrays, out, lse, dout, cores=plan.on.cores)

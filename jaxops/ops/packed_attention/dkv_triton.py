@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.gluon.gemm_triton import advance
 from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.gluon.layouts_triton import accumulator, one_number
@@ -33,10 +34,11 @@ from jaxops.ops.packed_attention.fwd_triton import (
     LOW,
     ROWS,
     as_operand,
-    key_windows,
     make_barriers,
     place,
     read_block,
+    section,
+    window_boxes,
 )
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, key_blocks
@@ -104,7 +106,6 @@ def tile_of(step, tiles, BQ: gl.constexpr):
 def produce(pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, blocks, inside, sizes, SECTION: gl.constexpr):
     """Loads the operands of this program's blocks, until there are no more."""
     rows, heads, group = sizes
-    D: gl.constexpr = pipe.D
     BQ: gl.constexpr = pipe.BQ
     ONE: gl.constexpr = one_number(1, 1)
     BYTES: gl.constexpr = 2 * (q_desc.nbytes_per_cta + lse_desc.nbytes_per_cta)
@@ -126,10 +127,11 @@ def produce(pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, block
         values = (row, number, left, right, steps, head)
         for n in gl.static_range(FIELDS + 1):
             pipe.block.index(n).store(gl.full([1], values[n], gl.int32, ONE))
-        mbarrier.expect(pipe.keys_full.index(0), 2 * CONSUMERS * k_desc.nbytes_per_cta)
+        keys_full = pipe.keys_full.index(0)
+        mbarrier.expect(keys_full, 2 * CONSUMERS * k_desc.nbytes_per_cta)
         for n in gl.static_range(CONSUMERS):
-            tma.async_load(k_desc, [row + n * ROWS, head * D], pipe.keys_full.index(0), pipe.k.index(n))
-            tma.async_load(v_desc, [row + n * ROWS, head * D], pipe.keys_full.index(0), pipe.v.index(n))
+            tma.async_load(k_desc, [row + n * ROWS, head, 0], keys_full, as_block(pipe.k.index(n), k_desc))
+            tma.async_load(v_desc, [row + n * ROWS, head, 0], keys_full, as_block(pipe.v.index(n), v_desc))
         tiles = (number, left, right, steps, bounds)
         for each in range(group):
             q_head = head * group + each
@@ -138,7 +140,7 @@ def produce(pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, block
                 full = pipe.full.index(s)
                 mbarrier.wait(pipe.empty.index(s), phase)
                 mbarrier.expect(full, BYTES)
-                box = [at, end - BQ - at, q_head * D]
+                box = [at, end - BQ - at, q_head, 0]
                 tma.async_load(q_desc, box, full, as_block(pipe.q.index(s), q_desc))
                 tma.async_load(dout_desc, box, full, as_block(pipe.dout.index(s), dout_desc))
                 tma.async_load(lse_desc, [q_head, row], full, pipe.lse.index(s))
@@ -225,8 +227,8 @@ def consume(
         pipe.k.index(WHICH).store((dk * FACTOR).to(dk_desc.dtype))
         pipe.v.index(WHICH).store(dv.to(dv_desc.dtype))
         fence_async_shared()
-        tma.async_store(dk_desc, [own, head * D], pipe.k.index(WHICH))
-        tma.async_store(dv_desc, [own, head * D], pipe.v.index(WHICH))
+        tma.async_store(dk_desc, [own, head, 0], as_block(pipe.k.index(WHICH), dk_desc))
+        tma.async_store(dv_desc, [own, head, 0], as_block(pipe.v.index(WHICH), dv_desc))
         tma.store_wait(0)
         mbarrier.arrive(pipe.keys_empty.index(0), count=1)
         keys_phase ^= 1
@@ -250,9 +252,6 @@ def packed_attention_dkv_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-_L2_BYTES = 2**25  # of queries and their gradients of a section of heads: two thirds of L2
-
-
 def in_tiles(
     bq: int, inside: jax.Array, first: jax.Array, end: jax.Array, lse: jax.Array, along: jax.Array
 ) -> tuple[jax.Array, ...]:
@@ -272,20 +271,20 @@ def gradients_of_keys(
     """(dk, dv) [S, K, H]. lse, along: of `row_numbers`."""
     q, k, v, first, end, inside = arrays
     numbers = in_tiles(tiles.bq, inside, first, end, lse, along)
-    (T, N, D), (S, K, _) = q.shape, k.shape
-    block = (CONSUMER_ROWS, D)
+    (_, N, D), (S, K, _) = q.shape, k.shape
+    width = max(16, power_of_2(D))
+    block = (CONSUMER_ROWS, 1, width)
     layout = tile_layout(k.dtype, block)
-    boxes = [TensorDescriptor.from_array(x.reshape(S, K * D), block, layout=layout) for x in (k, v)]
+    boxes = [TensorDescriptor.from_array(x, block, layout=layout) for x in (k, v)]
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     boxes_of_numbers = [TensorDescriptor.from_array(x, (1, tiles.bq), layout=flat) for x in numbers[2:]]
     blocks = key_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
-    section = max(_L2_BYTES // (2 * T * N // K * D * q.dtype.itemsize), 1)
-    result = out_struct((S, K * D), k.dtype, like=k)
-    dk, dv = triton_call(
-        *key_windows(q, dout, tiles.bq), *boxes_of_numbers, *boxes, *numbers[:2], inside,
+    result = out_struct(k.shape, k.dtype, like=k)
+    return triton_call(
+        *window_boxes((q, dout), tiles.bq), *boxes_of_numbers, *boxes, *numbers[:2], inside,
         Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, layout), OutTile(block, layout, result=1),
         kernel=packed_attention_dkv_kernel, name="packed_attention_dkv", grid=min(cores, blocks.shape[0] * K),
-        out_type=(result, result), flops=8 * spec.pairs * N * D, sizes=(blocks.shape[0], K, N // K), D=D,
-        BQ=tiles.bq, STAGES=tiles.stages, SCALE=spec.scale * LOG2_E, FACTOR=spec.scale, SECTION=min(section, K),
+        out_type=(result, result), flops=8 * spec.pairs * N * D, sizes=(blocks.shape[0], K, N // K), D=width,
+        BQ=tiles.bq, STAGES=tiles.stages, SCALE=spec.scale * LOG2_E, FACTOR=spec.scale,
+        SECTION=min(max(section(q) * K // N, 1), K),
     )  # fmt: skip
-    return dk.reshape(S, K, D), dv.reshape(S, K, D)

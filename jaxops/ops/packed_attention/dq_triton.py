@@ -18,25 +18,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.gluon.gemm_triton import advance
 from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.gluon.layouts_triton import accumulator
-from jaxops._lib.gluon.stores_triton import tile_layout
+from jaxops._lib.gluon.stores_triton import as_block, tile_layout
 from jaxops.ops.packed_attention.fwd_triton import (
     LOG2_E,
     LOW,
     ROWS,
     as_operand,
     for_sums,
-    heads_of_section,
-    key_windows,
     make_pipeline,
     produce,
     read_block,
+    section,
     seen_keys,
     start_scores,
     steps_of,
     tile_of,
+    window_boxes,
 )
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, query_blocks
@@ -102,7 +103,7 @@ def consume(
         dq = gl.where(for_sums(first < stop, D), acc * FACTOR, 0.0)
         pipe.q.index(WHICH).store(dq.to(dq_desc.dtype))
         fence_async_shared()
-        tma.async_store(dq_desc, [row + WHICH * ROWS, head * D], pipe.q.index(WHICH))
+        tma.async_store(dq_desc, [row + WHICH * ROWS, head, 0], as_block(pipe.q.index(WHICH), dq_desc))
         tma.store_wait(0)
         mbarrier.arrive(pipe.q_empty.index(0), count=1)
         q_phase ^= 1
@@ -116,7 +117,7 @@ def packed_attention_dq_kernel(
     BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, FACTOR: gl.constexpr,
     SECTION: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, BK, STAGES, CONSUMERS)
+    pipe = make_pipeline(k_desc.dtype, D, BK, STAGES, CONSUMERS, True)
     gl.warp_specialize([
         (consume, (pipe, dq_desc, first, end, lse, along, T, SCALE, FACTOR, 0)),
         (consume, (pipe, dq_desc, first, end, lse, along, T, SCALE, FACTOR, 1)),
@@ -130,16 +131,17 @@ def gradient_of_q(
     """dq [T, N, H]. lse, along: of `row_numbers`."""
     q, k, v, first, end, _ = arrays
     (T, N, D), (S, K, _) = q.shape, k.shape
-    block = (CONSUMER_ROWS, D)
+    width = max(16, power_of_2(D))
+    block = (CONSUMER_ROWS, 1, width)
     layout = tile_layout(q.dtype, block)
-    boxes = [TensorDescriptor.from_array(x.reshape(T, N * D), block, layout=layout) for x in (q, dout)]
+    boxes = [TensorDescriptor.from_array(x, block, layout=layout) for x in (q, dout)]
     blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
-    dq = triton_call(
-        boxes[0], *key_windows(k, v, tiles.bk), boxes[1], first, end, lse, along,
+    return triton_call(
+        boxes[0], *window_boxes((k, v), tiles.bk), boxes[1], first, end, lse, along,
         Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, layout),
         kernel=packed_attention_dq_kernel, name="packed_attention_dq", grid=min(cores, blocks.shape[0] * N),
-        out_type=out_struct((T, N * D), q.dtype, like=q), flops=6 * spec.pairs * N * D, T=T,
-        sizes=(blocks.shape[0], N, N // K), D=D, BK=tiles.bk, STAGES=tiles.stages, CONSUMERS=tiles.bq // CONSUMER_ROWS,
-        SCALE=spec.scale * LOG2_E, FACTOR=spec.scale, SECTION=heads_of_section(arrays),
+        out_type=out_struct(q.shape, q.dtype, like=q), flops=6 * spec.pairs * N * D, T=T,
+        sizes=(blocks.shape[0], N, N // K), D=width, BK=tiles.bk, STAGES=tiles.stages,
+        CONSUMERS=tiles.bq // CONSUMER_ROWS, SCALE=spec.scale * LOG2_E, FACTOR=spec.scale,
+        SECTION=min(N // K * section(k), N),
     )  # fmt: skip
-    return dq.reshape(T, N, D)

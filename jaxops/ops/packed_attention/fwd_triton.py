@@ -24,12 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxops._lib.arrays.manual_axes import out_struct
+from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.gluon.gemm_triton import advance
 from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.gluon.layouts_triton import accumulator, one_number
 from jaxops._lib.gluon.stores_triton import as_block, tile_layout
 from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
-from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
+from jaxops._lib.planning.device import HOPPER_SHARED_BYTES
+from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, hopper_bytes
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS as _ROWS
 from jaxops.ops.packed_attention.visible import FIELDS as _FIELDS
 from jaxops.ops.packed_attention.visible import query_blocks
@@ -47,7 +49,8 @@ LOW = gl.constexpr(-math.inf)  # of a masked key
 class Pipeline:
     """Shared memory and its synchronisation.
 
-    q: [CONSUMERS, ROWS, D]. k, v: [STAGES, BK, D]. out: as q; the backward loads dout into it.
+    q: [CONSUMERS, ROWS, D]. k, v: [STAGES, BK, D]. out: as q; the same memory where there is no room for both. The
+    backward loads dout into it.
     block: what the consumers must know of a block: FIELDS numbers and the head.
     *_full, *_empty: an mbarrier a stage; q has one stage.
     order: an mbarrier for each consumer, on which it waits before it issues a step's products.
@@ -69,6 +72,7 @@ class Pipeline:
     BK: gl.constexpr
     STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
+    APART: gl.constexpr
 
 
 @gluon.jit
@@ -81,20 +85,25 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def make_pipeline(
-    dtype: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr
+    dtype: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     OF_KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, D], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], OF_ROWS)
+    out = q
+    if APART:
+        out = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], OF_ROWS)
     return Pipeline(
-        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], OF_ROWS),
+        q,
         gl.allocate_shared_memory(dtype, [STAGES, BK, D], OF_KEYS),
         gl.allocate_shared_memory(dtype, [STAGES, BK, D], OF_KEYS),
-        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], OF_ROWS),
+        out,
         gl.allocate_shared_memory(gl.int32, [FIELDS + 1, 1], FLAT),
         make_barriers(1, 1), make_barriers(1, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
         make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS), make_barriers(CONSUMERS, 1),
-        D, BK, STAGES, CONSUMERS,
+        D, BK, STAGES, CONSUMERS, APART,
     )  # fmt: skip
 
 
@@ -113,13 +122,13 @@ def tile_of(step, tiles, BK: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(desc, bufs, full, empty, s, phase, tile, col):
+def load_keys(desc, bufs, full, empty, s, phase, tile, head):
     """A tile's keys or values, as the last rows of a stage. The window starts with the tile, so that TMA fills the rows
-    before it with zeros."""
+    before it with zeros, as it does the columns behind a head's."""
     first, end = tile
     mbarrier.wait(empty.index(s), phase)
     mbarrier.expect(full.index(s), desc.nbytes_per_cta)
-    tma.async_load(desc, [first, end - bufs.shape[1] - first, col], full.index(s), as_block(bufs.index(s), desc))
+    tma.async_load(desc, [first, end - bufs.shape[1] - first, head, 0], full.index(s), as_block(bufs.index(s), desc))
 
 
 @gluon.jit
@@ -135,7 +144,6 @@ def place(t, rows, heads, SECTION: gl.constexpr):
 def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.constexpr):
     """Loads the operands of this program's blocks, until there are no more. dout_desc: the backward's, or None."""
     rows, heads, group = sizes
-    D: gl.constexpr = pipe.D
     BK: gl.constexpr = pipe.BK
     ONE: gl.constexpr = one_number(1, 1)
     k_s = 0
@@ -152,26 +160,30 @@ def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.
         most = gl.load(blocks + FIELDS * i + 2)
         right = gl.load(blocks + FIELDS * i + 3)
         masked = gl.load(blocks + FIELDS * i + 4)
-        col = head // group * D
+        kv_head = head // group
         mbarrier.wait(pipe.q_empty.index(0), q_phase)
         q_phase ^= 1
         values = (row, least, most, right, masked, head)
         for n in gl.static_range(FIELDS + 1):
             pipe.block.index(n).store(gl.full([1], values[n], gl.int32, ONE))
+        q_full = pipe.q_full.index(0)
         PARTS: gl.constexpr = pipe.CONSUMERS if dout_desc is None else 2 * pipe.CONSUMERS
-        mbarrier.expect(pipe.q_full.index(0), PARTS * q_desc.nbytes_per_cta)
+        mbarrier.expect(q_full, PARTS * q_desc.nbytes_per_cta)
         for n in gl.static_range(pipe.CONSUMERS):
-            tma.async_load(q_desc, [row + n * ROWS, head * D], pipe.q_full.index(0), pipe.q.index(n))
+            box = [row + n * ROWS, head, 0]
+            tma.async_load(q_desc, box, q_full, as_block(pipe.q.index(n), q_desc))
             if dout_desc is not None:
-                tma.async_load(dout_desc, [row + n * ROWS, head * D], pipe.q_full.index(0), pipe.out.index(n))
+                tma.async_load(dout_desc, box, q_full, as_block(pipe.out.index(n), dout_desc))
         steps = steps_of(least, most, BK)
         tiles = (steps, least, most, right)
         for step in range(steps + 1):
             if step < steps:
-                load_keys(k_desc, pipe.k, pipe.k_full, pipe.k_empty, k_s, k_phase, tile_of(step, tiles, BK), col)
+                load_keys(k_desc, pipe.k, pipe.k_full, pipe.k_empty, k_s, k_phase, tile_of(step, tiles, BK), kv_head)
                 k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
             if step > 0:
-                load_keys(v_desc, pipe.v, pipe.v_full, pipe.v_empty, v_s, v_phase, tile_of(step - 1, tiles, BK), col)
+                load_keys(
+                    v_desc, pipe.v, pipe.v_full, pipe.v_empty, v_s, v_phase, tile_of(step - 1, tiles, BK), kv_head
+                )
                 v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
         t = gl.num_programs(0) + finish_fetch_add(following)
     mbarrier.wait(pipe.q_empty.index(0), q_phase)
@@ -310,7 +322,8 @@ def consume(
         state, places = attend(pipe, state, places, tiles, span, runs, SCALE, False, WHICH, IN_TURN)
         acc, p, top, total = state
         k_s, k_phase, v_s, v_phase, parity = places
-        mbarrier.arrive(pipe.q_empty.index(0), count=1)
+        if pipe.APART:
+            mbarrier.arrive(pipe.q_empty.index(0), count=1)
         mbarrier.wait(pipe.v_full.index(v_s), v_phase)
         acc = warpgroup_mma(p, pipe.v.index(v_s), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -323,7 +336,11 @@ def consume(
         tma.store_wait(0)
         pipe.out.index(WHICH).store(out.to(out_desc.dtype))
         fence_async_shared()
-        tma.async_store(out_desc, [row + WHICH * ROWS, head * D], pipe.out.index(WHICH))
+        buf = as_block(pipe.out.index(WHICH), out_desc)
+        tma.async_store(out_desc, [row + WHICH * ROWS, head, 0], buf)
+        if not pipe.APART:
+            tma.store_wait(0)
+            mbarrier.arrive(pipe.q_empty.index(0), count=1)
         lse = top + gl.log2(total)
         lse = gl.where(sees, gl.where(gl.maximum(lse, -lse) < EXACT, lse, LOW - LOW), 0.0)
         gl.store(lse_ptr + gl.cast(head, gl.int64) * T + rows, lse, mask=rows < T)
@@ -336,9 +353,10 @@ def consume(
 @gluon.jit
 def packed_attention_fwd_kernel(
     q_desc, k_desc, v_desc, first, end, blocks, out_desc, out, lse, T, sizes, D: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, SECTION: gl.constexpr, IN_TURN: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, SECTION: gl.constexpr, APART: gl.constexpr,
+    IN_TURN: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, BK, STAGES, CONSUMERS)
+    pipe = make_pipeline(k_desc.dtype, D, BK, STAGES, CONSUMERS, APART)
     loads = (pipe, q_desc, k_desc, v_desc, None, blocks, sizes, SECTION)
     if CONSUMERS == 2:
         gl.warp_specialize([
@@ -358,19 +376,19 @@ def packed_attention_fwd_kernel(
 _L2_BYTES = 2**25  # of keys and values of a section of heads: two thirds of L2
 
 
-def key_windows(k: jax.Array, v: jax.Array, rows: int) -> list[TensorDescriptor]:
-    """Descriptors of k and v as windows of so many rows of all heads: [first row of the window, row in it, column]."""
-    (S, K, D), window = k.shape, (1, rows, k.shape[2])
-    layout = tile_layout(k.dtype, window)
-    return [
-        TensorDescriptor(x.reshape(S, K * D), (S, rows, K * D), (K * D, K * D, 1), window, layout) for x in (k, v)
-    ]
+def window_boxes(arrays: tuple[jax.Array, ...], rows: int) -> list[TensorDescriptor]:
+    """Of arrays [S, K, H], boxes of so many rows of a head, of windows that start at each row: [first row of the window,
+    row in it, head, column]. Columns past H are zeros."""
+    S, K, D = arrays[0].shape
+    window = (1, rows, 1, max(16, power_of_2(D)))
+    layout = tile_layout(arrays[0].dtype, window)
+    return [TensorDescriptor(x, (S, rows, K, D), (K * D, K * D, D, 1), window, layout) for x in arrays]
 
 
-def heads_of_section(arrays: Arrays) -> int:
-    """Heads of q whose keys and values L2 holds at a time."""
-    (_, N, D), (S, K, _) = arrays.q.shape, arrays.k.shape
-    return min(N // K * max(_L2_BYTES // (2 * S * D * arrays.k.dtype.itemsize), 1), N)
+def section(x: jax.Array) -> int:
+    """Heads of x [rows, heads, H], and of an array beside it, that L2 holds at a time."""
+    T, N, D = x.shape
+    return max(_L2_BYTES // (2 * T * D * x.dtype.itemsize), 1)
 
 
 def forward_triton(
@@ -381,16 +399,17 @@ def forward_triton(
     (T, N, D), (S, K, _) = q.shape, k.shape
     q = -q if spec.scale < 0 else q  # so that the largest product is the largest score
     scale = max(abs(spec.scale), 1e-30) * LOG2_E  # 0 times a masked score's -inf were NaN
-    block = (_ROWS, D)
+    width = max(16, power_of_2(D))
+    block = (_ROWS, 1, width)
     layout = tile_layout(q.dtype, block)
     blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     rows = blocks.shape[0]
-    out, lse = triton_call(
-        TensorDescriptor.from_array(q.reshape(T, N * D), block, layout=layout), *key_windows(k, v, tiles.bk), first, end,
+    return triton_call(
+        TensorDescriptor.from_array(q, block, layout=layout), *window_boxes((k, v), tiles.bk), first, end,
         Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, layout),
         kernel=packed_attention_fwd_kernel, name="packed_attention_fwd", grid=min(cores, rows * N),
-        out_type=(out_struct((T, N * D), q.dtype, like=q), out_struct((N, T), jnp.float32, like=q)),
-        flops=4 * spec.pairs * N * D, T=T, sizes=(rows, N, N // K), D=D, BK=tiles.bk, STAGES=tiles.stages,
-        CONSUMERS=tiles.bq // _ROWS, SCALE=scale, SECTION=heads_of_section(arrays), IN_TURN=in_turn,
+        out_type=(out_struct(q.shape, q.dtype, like=q), out_struct((N, T), jnp.float32, like=q)),
+        flops=4 * spec.pairs * N * D, T=T, sizes=(rows, N, N // K), D=width, BK=tiles.bk, STAGES=tiles.stages,
+        CONSUMERS=tiles.bq // _ROWS, SCALE=scale, SECTION=min(N // K * section(k), N),
+        APART=hopper_bytes("fwd", tiles, D, apart=True) <= HOPPER_SHARED_BYTES, IN_TURN=in_turn,
     )  # fmt: skip
-    return out.reshape(T, N, D), lse

@@ -73,7 +73,8 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v).
+    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v). With
+    "triton" and a head_dim above 128 the backward is that of "pallas".
 
     Attributes:
       block: of "xla": rows of queries and of keys in a step of its loops.
@@ -129,6 +130,7 @@ def _cudnn_cannot(p: Problem, device: Device) -> str:
 
 
 _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
+HOPPER_BACKWARD_WIDEST = 128  # likewise of the Hopper backward, whose programs hold sums of two rows
 _SHORT = 2048  # rows of the longest causal sequence up to which the kernels are taken where cuDNN can run, too
 
 
@@ -148,24 +150,35 @@ def _triton_cannot(p: Problem) -> str:
     """Why the Hopper kernel cannot run it; "" where it can."""
     if p.dtype == "float32":
         return "it has bfloat16 and float16 only, and q is float32"
-    if p.head_dim not in (16, 32, 64, 128):
-        return f"it takes a head_dim of 16, 32, 64 or 128, and this is {p.head_dim}"
+    if p.head_dim % 8 or p.head_dim > _WIDEST:
+        return f"it takes a head_dim of at most {_WIDEST}, a multiple of 8, and this is {p.head_dim}"
     return ""
 
 
+def _kernel(pass_name: str, call: Call[Problem, Plan]) -> str:
+    wide = call.backend == "triton" and pass_name != "fwd" and call.problem.head_dim > HOPPER_BACKWARD_WIDEST
+    return "pallas" if wide else call.backend
+
+
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
-    if call.backend == "triton":
-        owned, streamed = (tiles.bk, tiles.bq) if pass_name == "dkv" else (tiles.bq, tiles.bk)
-        if owned != 128 or tiles.warps != 8 or streamed not in (64, 128):
-            raise ValueError(
-                f"plan.{pass_name}={tiles}: a program of the triton kernels owns 128 rows (bk of dkv, else bq), loops "
-                "over 64 or 128, and has 8 warps."
-            )
-        # Two arrays of rows that a program owns, the stages of two others; mbarriers and numbers of rows.
-        needed = 4 * call.problem.head_dim * (owned + tiles.stages * streamed) + 8 * tiles.stages * streamed + 1024
-        if needed > HOPPER_SHARED_BYTES:
+    if _kernel(pass_name, call) == "triton":
+        most = 64 if call.problem.head_dim > 128 else 128  # columns of scores in registers, beside those of the sums
+        owned, looped, names = (tiles.bk, tiles.bq, "bk bq") if pass_name == "dkv" else (tiles.bq, tiles.bk, "bq bk")
+        if (owned, tiles.warps) != (128, 8) or not 64 <= looped <= most:
+            own, other = names.split()
+            raise ValueError(f"plan.{pass_name}={tiles}: this needs {own}=128, {other} from 64 to {most}, and warps=8.")
+        if (needed := hopper_bytes(pass_name, tiles, call.problem.head_dim)) > HOPPER_SHARED_BYTES:
             raise ValueError(f"plan.{pass_name}={tiles} needs {needed} bytes of shared memory: use fewer stages.")
     return tiles
+
+
+def hopper_bytes(pass_name: str, tiles: Tiles, head_dim: int, *, apart: bool = False) -> int:
+    """Shared memory of the Hopper kernels: the rows that a program owns, of q in the forward, else of two arrays; the
+    stages of two others; two float32 numbers for each of dkv's queries; mbarriers. apart: memory of its own for the
+    forward's result."""
+    owned, looped = (tiles.bk, tiles.bq) if pass_name == "dkv" else (tiles.bq, tiles.bk)
+    rows = (1 if pass_name == "fwd" and not apart else 2) * owned + 2 * tiles.stages * looped
+    return 2 * max(16, power_of_2(head_dim)) * rows + 8 * tiles.stages * looped * (pass_name == "dkv") + 1024
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
@@ -200,7 +213,9 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     docs/notes/2026-11-28_tiles_of_row_ops.md."""
     wide, half = problem.head_dim > 64, problem.dtype != "float32"
     if kernel == "triton":
-        return Tiles(64, 128, 8, 3) if pass_name == "dkv" else Tiles(128, 128, 8, 2 if wide else 3)
+        if pass_name == "dkv":
+            return Tiles(64, 128, 8, 3)
+        return Tiles(128, 64, 8, 2) if problem.head_dim > 128 else Tiles(128, 128, 8, 2 if wide else 3)
     if not half:
         tiles = Tiles(64, 32, 8, 2)
     elif pass_name == "dkv":
@@ -238,7 +253,7 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
 
 
 PLANNER = Planner(
-    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto,
+    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto, kernel=_kernel,
     triton=lambda problem, device: not _triton_cannot(problem) and runs_gluon(device), fit=_fit, others=_others,
     symbolic=("T", "S"),
 )  # fmt: skip

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.arrays.checks import (
     check_exact,
@@ -57,9 +58,9 @@ def packed_attention(
     Array([0., 1., 1., 3., 0.], dtype=float32)
 
     Args:
-      q: [T, heads, head_dim], bfloat16, float16 or float32. Scores, softmax and sums are float32. But by
-        "cudnn" a row whose largest score is 2**20 or more in magnitude has the right output and NaN gradients: float32 scores
-        are an eighth apart there, too coarse for the backward. cuDNN's gradients of such rows are wrong.
+      q: [T, heads, head_dim], bfloat16, float16 or float32. Scores, softmax and sums are float32. A row
+        whose largest score is 2**20 or more in magnitude has the right output and NaN gradients: float32 scores are an
+        eighth apart there, too coarse for the backward. Only cuDNN's gradients of such rows are wrong.
       k, v: [S, kv_heads, head_dim] in q's dtype; heads / kv_heads queries share a key and a value.
       sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T. Other values give unspecified rows, but no access
         out of bounds.
@@ -169,10 +170,11 @@ def _forward(spec: Spec, plan: Plan, save: bool, *operands: jax.Array) -> tuple[
     no gradient."""
     arrays = Arrays(*operands)
     if plan.backend == "triton":
-        from jaxops.ops.packed_attention.fwd_triton import forward_triton
+        from jaxops.ops.packed_attention.fwd_triton import forward_triton  # jax-triton needs Python >= 3.12
 
         assert plan.fwd is not None  # make_plan fills what a backend has
-        results = forward_triton(spec, plan.fwd, arrays, cores=plan.on.cores)
+        kernel = functools.partial(forward_triton, spec, plan.fwd, cores=plan.on.cores)
+        results = sequential_vmap(kernel)(arrays)  # a jax-triton call has no batching rule
         return results if save else results[:1]
     if plan.backend == "pallas":
         assert plan.fwd is not None

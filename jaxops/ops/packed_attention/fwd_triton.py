@@ -241,9 +241,8 @@ def attend(
 ):  # fmt: skip
     """Steps span[0] to span[1] - 1.
 
-    state: sums, and of the last tile its probabilities, which are not in the sums yet, largest scores and sums of
-    exponentials. places: stages and phases of k and v, parity of the order. tiles: as
-    `tile_of`.
+    state: sums so far; the last tile's probabilities, which are not in them yet; each row's largest score and sum of
+    exponentials. places: stages and phases of k and v, parity of the order. tiles: as `tile_of`.
     """
     acc, p, top, total = state
     k_s, k_phase, v_s, v_phase, parity = places

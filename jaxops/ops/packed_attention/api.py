@@ -1,6 +1,7 @@
 """The public function: checks, the plan, then the custom_vjp of the passes."""
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -112,10 +113,14 @@ def packed_attention(
     factor = max(H, 1) ** -0.5 if scale is None else check_number("scale", scale)
     window = None if window is None else check_integer("window", window, 0)
     longest = None if longest is None else check_integer("longest", longest, 1)
-    crowd = None if crowd is None else check_integer("crowd", crowd, 1)
+    if crowd is not None:
+        check_integer("crowd", crowd, 1)
+        warnings.warn(
+            "packed_attention: crowd has no effect any more; leave it away.", DeprecationWarning, stacklevel=2
+        )
     precision, compute = resolve_precision(precision, q.dtype)
     mask = "rows" if window is not None or visible_until is not None else "causal" if causal else "whole"
-    problem = Problem(T, S, N, K, H, q.dtype.name, mask, kv_offsets is not None, longest)
+    problem = Problem(T, S, N, K, H, q.dtype.name, mask, kv_offsets is not None)
     operands, B = (q, k, v, sequence_offsets, kv_offsets, visible_until), sequence_offsets.shape[0] - 1
     chosen, q, k, v, sequence_offsets, kv_offsets, visible_until = PLANNER.prepare(problem, backend, plan, *operands)
     if 0 in (T, S, N, H, B):  # no row sees anything
@@ -123,10 +128,7 @@ def packed_attention(
     limits = {"T": T, "S": S, "causal": causal, "window": window}
     arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits))
     if chosen.backend == "cudnn":
-        # Without a crowd, rows of `longest` take up to 12 % more time than one row of all (H200, 2026-11-24).
-        row = T if longest is None or crowd is None else min(longest, T)
-        options = {"causal": causal, "scale": factor, "longest": row, "crowd": crowd or B}
-        return _cudnn(arrays, sequence_offsets, **options)
+        return _cudnn(arrays, sequence_offsets, causal=causal, scale=factor)
     pairs = most_pairs(T=T, S=S, causal=causal, window=window, free=visible_until is not None, longest=longest)
     spec = Spec(factor, precision, pairs)
     out = _call(spec, chosen, False, *(x.astype(compute) for x in arrays[:3]), *arrays[3:])[0]

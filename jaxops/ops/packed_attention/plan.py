@@ -102,7 +102,6 @@ class Problem:
       heads, kv_heads, head_dim, dtype: of q and k.
       mask: "whole" or "causal", or "rows" where a window or visible_until says what each row sees.
       cross: keys have offsets of their own.
-      longest: rows of the longest sequence, or None.
     """
 
     T: int
@@ -113,7 +112,6 @@ class Problem:
     dtype: str
     mask: Literal["whole", "causal", "rows"] = "whole"
     cross: bool = False
-    longest: int | None = None
 
 
 def _cudnn_cannot(p: Problem, device: Device) -> str:
@@ -131,19 +129,6 @@ def _cudnn_cannot(p: Problem, device: Device) -> str:
 
 _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
 HOPPER_BACKWARD_WIDEST = 128  # likewise of the Hopper backward, whose programs hold sums of two rows
-_SHORT = 2048  # rows of the longest causal sequence up to which the kernels are taken where cuDNN can run, too
-
-
-def _auto(problem: Problem, device: Device) -> str:
-    """cuDNN is 1.2 to 1.8 times as fast as the kernels for one causal sequence, and up to 1.5 times for whole ones, but
-    0.8 to 1.1 times for short causal ones. For other masks the kernels are 6 to 28 times as fast as XLA's ways. Times:
-    docs/notes/2026-11-28_tiles_of_row_ops.md."""
-    p = problem
-    kernels = device.has(AMPERE) and p.head_dim <= _WIDEST
-    if not _cudnn_cannot(p, device):
-        short = p.mask == "causal" and p.longest is not None and p.longest <= _SHORT
-        return "pallas" if kernels and short else "cudnn"
-    return "pallas" if kernels and (p.mask == "rows" or p.cross) else "xla"
 
 
 def _triton_cannot(p: Problem) -> str:
@@ -153,6 +138,23 @@ def _triton_cannot(p: Problem) -> str:
     if p.head_dim % 8 or p.head_dim > _WIDEST:
         return f"it takes a head_dim of at most {_WIDEST}, a multiple of 8, and this is {p.head_dim}"
     return ""
+
+
+def _on_hopper(problem: Problem, device: Device) -> bool:
+    return not _triton_cannot(problem) and runs_gluon(device)
+
+
+def _auto(problem: Problem, device: Device) -> str:
+    """The Hopper kernels are 1.2 to 1.7 times as fast as cuDNN forward, and as fast or up to 1.6 times with backward,
+    where cuDNN's bits differ from run to run. cuDNN is 1.2 to 1.8 times as fast as the Pallas kernels for one causal
+    sequence. For other masks these are 6 to 28 times as fast as XLA's ways. Times:
+    docs/notes/2026-11-29_attention_on_hopper.md, docs/notes/2026-11-28_tiles_of_row_ops.md."""
+    p = problem
+    if _on_hopper(p, device):
+        return "triton"
+    if not _cudnn_cannot(p, device):
+        return "cudnn"
+    return "pallas" if device.has(AMPERE) and p.head_dim <= _WIDEST and (p.mask == "rows" or p.cross) else "xla"
 
 
 def _kernel(pass_name: str, call: Call[Problem, Plan]) -> str:
@@ -254,7 +256,7 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
 
 PLANNER = Planner(
     Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto, kernel=_kernel,
-    triton=lambda problem, device: not _triton_cannot(problem) and runs_gluon(device), fit=_fit, others=_others,
+    triton=_on_hopper, fit=_fit, others=_others,
     symbolic=("T", "S"),
 )  # fmt: skip
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -103,7 +103,9 @@ def tile_of(step, tiles, BQ: gl.constexpr):
 
 
 @gluon.jit
-def produce(pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, blocks, inside, sizes, SECTION: gl.constexpr):
+def produce(
+    pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, blocks, inside, sizes, SECTION: gl.constexpr
+):
     """Loads the operands of this program's blocks, until there are no more."""
     rows, heads, group = sizes
     BQ: gl.constexpr = pipe.BQ

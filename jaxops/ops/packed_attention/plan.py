@@ -54,9 +54,9 @@ class Tiles:
     """How one pass of the kernels is cut into programs.
 
     Attributes:
-      bq: rows of queries in a step; a program of fwd and dq owns as many. Of "triton" fwd 128.
-      bk: rows of keys in a step; a program of dkv owns as many. Both are powers of two, at least 16.
-      warps: warps a program (1, 2, 4 or 8). Of "triton" 8, beside the producer's.
+      bq: rows of queries in a step; a program of fwd and dq owns as many. Of "triton" 128, or 192 with 12 warps.
+      bk: rows of keys in a step; a program of dkv owns as many. Both are else powers of two, at least 16.
+      warps: warps a program (1, 2, 4 or 8). Of "triton" 8, or 12, beside the producer's.
       stages: pipeline stages of the loop over the other operand's blocks.
     """
 
@@ -66,9 +66,16 @@ class Tiles:
     stages: int = 2
 
     def __post_init__(self):
-        check_fields(self, "bq", "bk", power_of_2=True, least=16)
-        check_fields(self, "warps", power_of_2=True, most=8)
+        check_fields(self, "bk", power_of_2=True, least=16)
+        if not self.threefold:
+            check_fields(self, "bq", power_of_2=True, least=16)
+            check_fields(self, "warps", power_of_2=True, most=8)
         check_fields(self, "stages")
+
+    @property
+    def threefold(self) -> bool:
+        """Whether three warp groups have 64 rows each, which only the Hopper forward has."""
+        return (self.bq, self.warps) == (192, 12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +138,8 @@ def _cudnn_cannot(p: Problem, device: Device) -> str:
 
 _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
 HOPPER_BACKWARD_WIDEST = 128  # likewise of the Hopper backward, whose programs hold sums of two rows
+HOPPER_WIDEST_APART = 128  # of the Hopper forward, where the result has shared memory of its own
+HOPPER_THREEFOLD = 64  # likewise with three warp groups, which have 160 registers a thread
 _SHORT = 2048  # rows of the longest causal sequence up to which the kernels are taken where cuDNN can run, too
 
 
@@ -164,20 +173,24 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     if _kernel(pass_name, call) == "triton":
         most = 64 if call.problem.head_dim > 128 else 128  # columns of scores in registers, beside those of the sums
         owned, looped, names = (tiles.bk, tiles.bq, "bk bq") if pass_name == "dkv" else (tiles.bq, tiles.bk, "bq bk")
-        if (owned, tiles.warps) != (128, 8) or not 64 <= looped <= most:
+        three = pass_name == "fwd" and call.problem.head_dim <= HOPPER_THREEFOLD
+        if not ((owned, tiles.warps) == (128, 8) or (three and tiles.threefold)) or not 64 <= looped <= most:
             own, other = names.split()
-            raise ValueError(f"plan.{pass_name}={tiles}: this needs {own}=128, {other} from 64 to {most}, and warps=8.")
+            needed = f"{own}=128 and warps=8{' (or 192 and 12)' if three else ''}, and {other} from 64 to {most}"
+            raise ValueError(f"plan.{pass_name}={tiles}: this needs {needed}.")
         if (needed := hopper_bytes(pass_name, tiles, call.problem.head_dim)) > HOPPER_SHARED_BYTES:
             raise ValueError(f"plan.{pass_name}={tiles} needs {needed} bytes of shared memory: use fewer stages.")
+    elif tiles.threefold:
+        raise ValueError(f"plan.{pass_name}={tiles}: three warp groups are of the Hopper forward, not of this.")
     return tiles
 
 
-def hopper_bytes(pass_name: str, tiles: Tiles, head_dim: int, *, apart: bool = False) -> int:
-    """Shared memory of the Hopper kernels: the rows that a program owns, of q in the forward, else of two arrays; the
-    stages of two others; two float32 numbers for each of dkv's queries; mbarriers. apart: memory of its own for the
-    forward's result."""
+def hopper_bytes(pass_name: str, tiles: Tiles, head_dim: int) -> int:
+    """Shared memory of the Hopper kernels: the rows that a program owns, of two arrays (of q alone in the forward of
+    wide heads); the stages of two others; two float32 numbers for each of dkv's queries; mbarriers."""
     owned, looped = (tiles.bk, tiles.bq) if pass_name == "dkv" else (tiles.bq, tiles.bk)
-    rows = (1 if pass_name == "fwd" and not apart else 2) * owned + 2 * tiles.stages * looped
+    shared = pass_name == "fwd" and head_dim > HOPPER_WIDEST_APART
+    rows = (1 if shared else 2) * owned + 2 * tiles.stages * looped
     return 2 * max(16, power_of_2(head_dim)) * rows + 8 * tiles.stages * looped * (pass_name == "dkv") + 1024
 
 
@@ -210,12 +223,16 @@ def shared_bytes(pass_name: str, tiles: Tiles, problem: Problem) -> int:
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
     """The fastest of 14 to 24 on an H200, of 16,384 rows in 16 sequences and heads of 64 and 128; the times are in
-    docs/notes/2026-11-28_tiles_of_row_ops.md."""
+    docs/notes/2026-11-28_tiles_of_row_ops.md. Those of "triton" are of 16,384 rows and 16 heads, causal."""
     wide, half = problem.head_dim > 64, problem.dtype != "float32"
     if kernel == "triton":
         if pass_name == "dkv":
-            return Tiles(64, 128, 8, 3)
-        return Tiles(128, 64, 8, 2) if problem.head_dim > 128 else Tiles(128, 128, 8, 2 if wide else 3)
+            return Tiles(64, 128, 8, 3) if wide else Tiles(128, 128, 8, 2)
+        if pass_name == "dq":
+            return Tiles(128, 64, 8, 3)
+        if problem.head_dim > 128:
+            return Tiles(128, 64, 8, 2)
+        return Tiles(128, 128, 8, 2) if wide else Tiles(192, 128, 12, 3)
     if not half:
         tiles = Tiles(64, 32, 8, 2)
     elif pass_name == "dkv":

@@ -1,5 +1,6 @@
 """The Hopper kernel's values: in the simulator, and on a Hopper GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -25,7 +26,7 @@ PACKINGS = {
     "outside": (131, 131, [70, 70, 70], None),
     "cross": (200, 331, [5, 70, 70, 71, 197], [7, 130, 140, 140, 329]),
 }
-NARROW, WIDE = Tiles(128, 64, 8, 2), Tiles(128, 128, 8, 1)  # keys of a tile, and stages
+NARROW, WIDE, THREE = Tiles(128, 64, 8, 2), Tiles(128, 128, 8, 1), Tiles(192, 128, 12, 2)
 
 
 def until_of(rows: int, keys: int) -> np.ndarray:
@@ -88,10 +89,15 @@ def test_tiles_of_128_keys(packing, mask, options):
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("stages", [1, 2])
-def test_wide_heads(stages):
-    """The result has memory of its own, or that of q."""
-    check("unequal", "causal", Tiles(128, 64, 8, stages), dim=200)
+@pytest.mark.parametrize("packing", ["unequal", "cross"])
+def test_three_warp_groups(packing):
+    check(packing, "until-window", THREE)
+
+
+@pytest.mark.hopper
+def test_wide_heads():
+    """The result has the memory of q."""
+    check("unequal", "causal", NARROW, dim=200)
 
 
 @pytest.mark.hopper
@@ -158,8 +164,14 @@ def test_what_it_cannot_run():
 @pytest.mark.hopper
 def test_plans():
     problem = Problem(64, 64, 4, 2, 128, "bfloat16")
-    assert make_plan(problem, H200, backend="triton").fwd == Tiles(128, 128, 8, 2)
-    with pytest.raises(ValueError, match="this needs bq=128"):
+    plan = make_plan(problem, H200, backend="triton")
+    assert plan.fwd == Tiles(128, 128, 8, 2)
+    assert make_plan(dataclasses.replace(problem, head_dim=64), H200, backend="triton").fwd == Tiles(192, 128, 12, 3)
+    with pytest.raises(ValueError, match="this needs bq=128 and warps=8, and bk from 64 to 128"):
         make_plan(problem, H200, plan=Plan("triton", fwd=Tiles(64, 64, 4, 2)))
-    with pytest.raises(ValueError, match="295936 bytes of shared memory: use fewer stages"):
+    with pytest.raises(ValueError, match="this needs bq=128 and warps=8, and bk from 64 to 128"):
+        make_plan(problem, H200, plan=Plan("triton", fwd=THREE))
+    with pytest.raises(ValueError, match="three warp groups are of the Hopper forward"):
+        make_plan(problem, H200, plan=Plan("pallas", fwd=THREE))
+    with pytest.raises(ValueError, match="328704 bytes of shared memory: use fewer stages"):
         make_plan(problem, H200, plan=Plan("triton", fwd=Tiles(128, 128, 8, 4)))

@@ -257,8 +257,8 @@ def packed_attention_dkv_kernel(
 def in_tiles(
     bq: int, inside: jax.Array, first: jax.Array, end: jax.Array, lse: jax.Array, along: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Numbers of rows [..., T] as tiles of bq lie in shared memory [..., tiles * bq]: at the end of their box, which ends
-    where the sequences end. TMA could not load them from there, where rows start at no multiple of 16 bytes."""
+    """Numbers of rows [..., T] as tiles of bq lie in shared memory [..., tiles * bq]: at the end of their box, which
+    ends where the sequences end. TMA could not load them from there, where rows start at no multiple of 16 bytes."""
     row = jnp.arange(-(-first.shape[0] // bq) * bq, dtype=jnp.int32)
     start = row // bq * bq
     row = row - start + jnp.minimum(start + bq, inside[1]) - bq

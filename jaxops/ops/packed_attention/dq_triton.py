@@ -1,4 +1,5 @@
-"""The gradient of q on Hopper, in Gluon: the forward's blocks and tiles, with the probabilities of the saved logarithms.
+"""The gradient of q on Hopper, in Gluon: the forward's blocks and tiles, with the probabilities of the saved
+logarithms.
 
 A consumer has 64 rows of q and dout in shared memory, and their sums of gradients in registers. Of each tile of keys it
 multiplies for scores and for the products of dout with the values. Their gradients, from registers, are multiplied with

@@ -371,8 +371,8 @@ _L2_BYTES = 2**25  # of keys and values of a section of heads: two thirds of L2
 
 
 def window_boxes(arrays: tuple[jax.Array, ...], rows: int) -> list[TensorDescriptor]:
-    """Of arrays [S, K, H], boxes of so many rows of a head, of windows that start at each row: [first row of the window,
-    row in it, head, column]. Columns past H are zeros."""
+    """Of arrays [S, K, H], boxes of so many rows of a head, of windows that start at each row: [first row of the
+    window, row in it, head, column]. Columns past H are zeros."""
     S, K, D = arrays[0].shape
     window = (1, rows, 1, max(16, power_of_2(D)))
     layout = tile_layout(arrays[0].dtype, window)
@@ -381,7 +381,7 @@ def window_boxes(arrays: tuple[jax.Array, ...], rows: int) -> list[TensorDescrip
 
 def section(x: jax.Array) -> int:
     """Heads of x [rows, heads, H], and of an array beside it, that L2 holds at a time."""
-    T, N, D = x.shape
+    T, _, D = x.shape
     return max(_L2_BYTES // (2 * T * D * x.dtype.itemsize), 1)
 
 

@@ -31,14 +31,14 @@ def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
     ],
 )
 def test_forward(dim, tiles, tmp_path):
-    """The consumers multiply for scores and for sums at a block's ends and in each of two loops. Three of them have 160 registers a
-    thread, and spill a little: still 11 % faster than two (H200, 2026-11-29)."""
+    """The consumers multiply for scores and for sums at a block's ends and in each of two loops. Three of them have 160
+    registers a thread, and spill a little: still 11 % faster than two (H200, 2026-11-29)."""
     plan = Plan("triton", fwd=tiles)
     call = lambda q, k, v, offsets: jaxops.packed_attention(q, k, v, offsets, causal=True, plan=plan)
     keys = shape(1000, 2, dim)
     (kernel,) = compiled(call, shape(1000, 4, dim), keys, keys, shape(5, dtype="int32"))
     width = power_of_2(dim)
-    of_scores = [f"m64n{bk}k16.f32.bf16.bf16"] * (width // 16)
+    of_scores = [f"m64n{tiles.bk}k16.f32.bf16.bf16"] * (width // 16)
     of_sums = [f"m64n{width}k16.f32.bf16.bf16"] * (tiles.bk // 16)
     once = [*of_scores, *2 * (of_scores + of_sums), *of_sums]
     consumers = tiles.bq // 64

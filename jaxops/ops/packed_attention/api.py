@@ -1,6 +1,7 @@
 """The public function: checks, the plan, then the custom_vjp of the passes."""
 
 import functools
+import math
 import warnings
 from typing import Any
 
@@ -32,8 +33,9 @@ from jaxops.ops.packed_attention.xla import backward_xla, forward_xla
 def packed_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, *, causal: bool = False,
     kv_offsets: jax.Array | None = None, scale: float | None = None, window: int | None = None,
-    visible_until: jax.Array | None = None, precision: lax.PrecisionLike = None, longest: int | None = None,
-    crowd: int | None = None, backend: str = "auto", plan: Plan | None = None,
+    visible_until: jax.Array | None = None, sinks: jax.Array | None = None, soft_cap: float | None = None,
+    precision: lax.PrecisionLike = None, longest: int | None = None, crowd: int | None = None, backend: str = "auto",
+    plan: Plan | None = None,
 ) -> jax.Array:  # fmt: skip
     """Softmax attention of each row over the rows of its own sequence, of sequences that are packed one after another.
 
@@ -41,7 +43,8 @@ def packed_attention(
     the offsets stay on the device, and new values never recompile. No row sees another sequence, whatever the offsets
     are; but a NaN or infinity in k or v of one sequence may make rows of its neighbours NaN, as zero times NaN is NaN.
     Rows outside all sequences are written as zeros; their input values (NaN included) affect no output and no gradient.
-    So are rows that see nothing. Differentiable (reverse mode) in q, k and v. Deterministic, but for cuDNN's backward.
+    So are rows that see nothing. Differentiable (reverse mode) in q, k, v and sinks. Deterministic, but for
+    cuDNN's backward.
 
     >>> import jax.numpy as jnp, jaxops
     >>> x = jnp.arange(5.)[:, None, None]
@@ -62,7 +65,8 @@ def packed_attention(
       q: [T, heads, head_dim], bfloat16, float16 or float32. Scores, softmax and sums are float32. A row
         whose largest score is 2**20 or more in magnitude has the right output and NaN gradients: float32 scores are an
         eighth apart there, too coarse for the backward. Only cuDNN's gradients of such rows are wrong.
-      k, v: [S, kv_heads, head_dim] in q's dtype; heads / kv_heads queries share a key and a value.
+      k: [S, kv_heads, head_dim] in q's dtype; heads / kv_heads queries share a key and a value.
+      v: [S, kv_heads, value_dim] in q's dtype; value_dim may be another than head_dim (DeepSeek has 128 and 192).
       sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T. Other values give unspecified rows, but no access
         out of bounds.
       causal: row i of a sequence sees keys 0 to i of it. Where kv_offsets give a sequence more or fewer keys than
@@ -74,6 +78,9 @@ def packed_attention(
       visible_until: [T] int32, instead of causal: the first row of k and v that each row of q sees no more. A row sees
         from the start of its own sequence (or of its window) up to there, at most to the sequence's end. Of a row of
         text that is its own index + 1, of a row of an image the row after the image.
+      sinks: [heads], a score beside those of the keys, without a value (gpt-oss); its share is lost. float32.
+      soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`, as in Gemma 2; None for no cap. "triton" has the
+        GPU's approximate tanh.
       precision: of float32 products, as in `jax.lax.dot`. None follows `jax_default_matmul_precision`.
       longest: rows of the longest sequence that may come, if known: a hint, for backends whose cost depends on it. By
         "cudnn", which takes it with crowd, a longer sequence makes all results NaN.
@@ -87,13 +94,14 @@ def packed_attention(
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
-      [T, heads, head_dim] in q's dtype.
+      [T, heads, value_dim] in q's dtype.
 
     Raises:
-      ValueError: shapes that do not fit together, causal with visible_until, an unknown backend.
+      ValueError: shapes that do not fit together, causal with visible_until, a soft_cap that is not positive, an
+        unknown backend.
       TypeError: unsupported dtypes, numbers that are no Python numbers; forward-mode differentiation (JAX's error).
-      NotImplementedError: a backend that cannot run this call, such as "cudnn" of float32 or with visible_until; a
-        precision algorithm that the kernels do not have.
+      NotImplementedError: a backend that cannot run this call, such as "cudnn" of float32, with visible_until
+        or with sinks; a precision algorithm that the kernels do not have.
 
     Residuals: named "attention.q", "attention.k", "attention.v", "attention.out", "attention.lse"; all of cuDNN's are
     "attention.cudnn".
@@ -103,14 +111,20 @@ def packed_attention(
     """
     causal = check_flag("causal", causal)
     _check_shapes(q, k, v, sequence_offsets, kv_offsets)
-    (T, N, H), (S, K, _) = q.shape, k.shape
+    if q.shape[2] == 0:  # all scores are zero
+        q, k = (jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in (q, k))
+    (T, N, H), (S, K, V) = q.shape, v.shape
     if visible_until is not None:
         what = "for each row of q the first row of k that it sees no more"
         check_exact("visible_until", visible_until, "int32", "[T]", (T,), what)
         if causal:
             hint = "leave causal away: a causal row's visible_until is its own index + 1."
             raise ValueError(f"visible_until and causal=True both say where each row's keys end; {hint}")
-    factor = max(H, 1) ** -0.5 if scale is None else check_number("scale", scale)
+    if sinks is not None:
+        check_exact("sinks", sinks, "float32", "[heads]", (N,), "for each head a score beside those of the keys")
+    if soft_cap is not None and (soft_cap := check_number("soft_cap", soft_cap)) <= 0:
+        raise ValueError(f"soft_cap is {soft_cap}; it must be positive, or None for no cap.")
+    factor = H**-0.5 if scale is None else check_number("scale", scale)
     window = None if window is None else check_integer("window", window, 0)
     longest = None if longest is None else check_integer("longest", longest, 1)
     if crowd is not None:
@@ -120,30 +134,33 @@ def packed_attention(
         )
     precision, compute = resolve_precision(precision, q.dtype)
     mask = "rows" if window is not None or visible_until is not None else "causal" if causal else "whole"
-    problem = Problem(T, S, N, K, H, q.dtype.name, mask, kv_offsets is not None)
-    operands, B = (q, k, v, sequence_offsets, kv_offsets, visible_until), sequence_offsets.shape[0] - 1
-    chosen, q, k, v, sequence_offsets, kv_offsets, visible_until = PLANNER.prepare(problem, backend, plan, *operands)
-    if 0 in (T, S, N, H, B):  # no row sees anything
-        return jnp.zeros_like(q)
+    more = V, sinks is not None, soft_cap is not None
+    problem = Problem(T, S, N, K, H, q.dtype.name, mask, kv_offsets is not None, *more)
+    B = sequence_offsets.shape[0] - 1
+    chosen, q, k, v, sequence_offsets, kv_offsets, visible_until, sinks = PLANNER.prepare(
+        problem, backend, plan, q, k, v, sequence_offsets, kv_offsets, visible_until, sinks
+    )
+    if 0 in (T, S, N, V, B):  # no row sees anything
+        return jnp.zeros((T, N, V), q.dtype)
     limits = {"T": T, "S": S, "causal": causal, "window": window}
-    arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits))
+    arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits), sinks)
     if chosen.backend == "cudnn":
         return _cudnn(arrays, sequence_offsets, causal=causal, scale=factor)
     pairs = most_pairs(T=T, S=S, causal=causal, window=window, free=visible_until is not None, longest=longest)
-    spec = Spec(factor, precision, pairs)
+    spec = Spec(factor, precision, pairs, soft_cap)
     out = _call(spec, chosen, False, *(x.astype(compute) for x in arrays[:3]), *arrays[3:])[0]
     return out.astype(q.dtype)
 
 
 def _check_shapes(q, k, v, sequence_offsets, kv_offsets) -> None:
     check_float("q", q, "[T, heads, head_dim]")
-    for name, x in (("k", k), ("v", v)):
-        check_float(name, x, "[S, kv_heads, head_dim]")
+    for name, x, width in (("k", k, "head_dim"), ("v", v, "value_dim")):
+        check_float(name, x, f"[S, kv_heads, {width}]")
         if x.dtype != q.dtype:
             raise TypeError(f"{name} is {x.dtype} and q is {q.dtype}: cast one of them.")
-        check_size(f"head_dim of {name}", x.shape[2], "that of q", q.shape[2])
-    if k.shape != v.shape:
-        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; they must be equal.")
+    check_size("head_dim of k", k.shape[2], "that of q", q.shape[2])
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; rows and kv_heads must be equal.")
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads % kv_heads if kv_heads else heads:
         needed = "each key and value serves as many heads of q: heads must be a multiple of kv_heads."
@@ -159,7 +176,7 @@ def _check_shapes(q, k, v, sequence_offsets, kv_offsets) -> None:
 
 
 def _cudnn(arrays: Arrays, sequence_offsets: jax.Array, **options: Any) -> jax.Array:
-    q, k, v, first, end, _ = arrays
+    q, k, v, first, end, *_ = arrays
     # Rows in a sequence see themselves, and queries and keys are the same rows.
     inside = (first < end)[:, None, None]
     q, k, v = (jnp.where(inside, x, 0) for x in (q, k, v))
@@ -168,7 +185,7 @@ def _cudnn(arrays: Arrays, sequence_offsets: jax.Array, **options: Any) -> jax.A
 
 
 def _forward(spec: Spec, plan: Plan, save: bool, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """(out [T, N, H],), and with `save` lse float32 [N, T], each row's logarithm of the sum of exponentials, which gets
+    """(out [T, N, V],), and with `save` lse float32 [N, T], each row's logarithm of the sum of exponentials, which gets
     no gradient."""
     arrays = Arrays(*operands)
     if plan.backend == "triton":
@@ -197,29 +214,42 @@ def _call_fwd(spec: Spec, plan: Plan, save: bool, *operands: jax.Array):
 
 def _call_bwd(spec: Spec, plan: Plan, save: bool, saved, cotangents):
     arrays, out, lse = saved
-    return (*_gradients(spec, plan, arrays, out, lse, cotangents[0]), None, None, None)
+    *of_heads, of_sinks = _gradients(spec, plan, arrays, out, lse, cotangents[0])
+    return (*of_heads, None, None, None, of_sinks)
 
 
-def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array | None, ...]:
+    """Of q, k, v and sinks."""
+    of_heads = _gradients_of_heads(spec, plan, arrays, out, lse, dout)
+    if arrays.sinks is None:
+        return (*of_heads, None)
+    sees = (arrays.first < arrays.end)[None, :]
+    along = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=2).T
+    lse = lse if plan.backend == "xla" else lse * math.log(2)  # the kernels' logarithms have base 2
+    share = jnp.exp(arrays.sinks[:, None] - lse)
+    return (*of_heads, -jnp.sum(jnp.where(sees, share * along, 0), axis=1))
+
+
+def _gradients_of_heads(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, ...]:
     if plan.backend == "xla":
         assert plan.block is not None  # make_plan fills what a backend has
         return backward_xla(spec, plan.block, arrays, out, lse, dout)
     assert plan.dq is not None
     assert plan.dkv is not None
-    if plan.backend == "triton" and arrays.q.shape[2] <= HOPPER_BACKWARD_WIDEST:
+    if plan.backend == "triton" and max(arrays.q.shape[2], arrays.v.shape[2]) <= HOPPER_BACKWARD_WIDEST:
         from jaxops.ops.packed_attention.bwd_triton import backward_triton
 
         return backward_triton(spec, plan.dq, plan.dkv, arrays, out, lse, dout, cores=plan.on.cores)
     return backward_pallas(spec, plan.dq, plan.dkv, arrays, out, lse, dout, interpret=plan.on.interpret)
 
 
-def _plain_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _plain_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array | None, ...]:
     """`_find_gradients` without loops, for a second derivative; out and lse are found again."""
 
-    def forward(q, k, v):
-        return forward_xla(spec, None, arrays._replace(q=q, k=k, v=v))[0]
+    def forward(q, k, v, sinks):
+        return forward_xla(spec, None, arrays._replace(q=q, k=k, v=v, sinks=sinks))[0]
 
-    _, vjp = jax.vjp(forward, *arrays[:3])
+    _, vjp = jax.vjp(forward, *arrays[:3], arrays.sinks)
     return vjp(dout)
 
 

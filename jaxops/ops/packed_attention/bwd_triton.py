@@ -20,8 +20,8 @@ def backward_triton(
 
 
 def row_numbers(arrays: Arrays, out: jax.Array, lse: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 [N, T]: lse, infinite in rows that see nothing, whose probabilities are then zero; and `along`, the sum of
-    out * dout of each row."""
+    """float32 [N, T]: lse, infinite in rows that see nothing, whose probabilities are then zero; and `along`, the sum
+    of out * dout of each row."""
     sees = (arrays.first < arrays.end)[None, :]
     along = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=2).T
     return jnp.where(sees, lse, jnp.inf), jnp.where(sees, along, 0)

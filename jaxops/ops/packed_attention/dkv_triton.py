@@ -30,13 +30,14 @@ from jaxops._lib.gluon.stores_triton import as_block, tile_layout
 from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
 from jaxops.ops.packed_attention.fwd_triton import (
     FIELDS,
-    LOG2_E,
     LOW,
     ROWS,
     as_operand,
+    capped,
     make_barriers,
     place,
     read_block,
+    scales,
     section,
     window_boxes,
 )
@@ -103,7 +104,9 @@ def tile_of(step, tiles, BQ: gl.constexpr):
 
 
 @gluon.jit
-def produce(pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, blocks, inside, sizes, SECTION: gl.constexpr):
+def produce(
+    pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, blocks, inside, sizes, SECTION: gl.constexpr
+):
     """Loads the operands of this program's blocks, until there are no more."""
     rows, heads, group = sizes
     BQ: gl.constexpr = pipe.BQ
@@ -169,10 +172,12 @@ def seen_from(keys, row, runs, BQ: gl.constexpr):
 
 @gluon.jit
 def add_tiles(
-    pipe, sums, places, tiles, span, keys, runs, SCALE: gl.constexpr, MASKED: gl.constexpr, WHICH: gl.constexpr
-):
-    """Steps span[0] to span[1] - 1 of one head."""
+    pipe, sums, places, tiles, span, rows, SCALE: gl.constexpr, CAP: gl.constexpr, MASKED: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    """Steps span[0] to span[1] - 1 of one head. rows: the keys, and where each query's runs of keys are."""
     dk, dv = sums
+    keys, runs = rows
     s, phase = places
     D: gl.constexpr = pipe.D
     BQ: gl.constexpr = pipe.BQ
@@ -184,12 +189,17 @@ def add_tiles(
         scores = warpgroup_mma(pipe.k.index(WHICH), q.permute((1, 0)), none, use_acc=False, is_async=True)
         products = warpgroup_mma(pipe.v.index(WHICH), dout.permute((1, 0)), none, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        scores = scores * SCALE - numbers_of(pipe.lse, s, BQ)
+        shares = capped(scores, CAP)
+        scores = shares * SCALE - numbers_of(pipe.lse, s, BQ)
         if MASKED:
             row, _, _ = tile_of(step, tiles, BQ)
             scores = gl.where(seen_from(keys, row, runs, BQ), scores, LOW)
         p = gl.exp2(scores)
-        dv = warpgroup_mma(as_operand(p, dout.dtype, D), dout, dv, is_async=True)
+        of_values = as_operand(p, dout.dtype, D)
+        if CAP is not None:
+            slope = 1.0 - shares * shares
+            p = gl.where(p != 0.0, p * slope, 0.0) if MASKED else p * slope
+        dv = warpgroup_mma(of_values, dout, dv, is_async=True)
         products = warpgroup_mma_wait(1, deps=[products])
         ds = p * (products - numbers_of(pipe.along, s, BQ))
         if MASKED:  # keys outside may be NaN, and so are their products with dout
@@ -203,7 +213,7 @@ def add_tiles(
 
 @gluon.jit
 def consume(
-    pipe, dk_desc, dv_desc, first_ptr, end_ptr, inside, group, SCALE: gl.constexpr, FACTOR: gl.constexpr,
+    pipe, dk_desc, dv_desc, runs, inside, group, SCALE: gl.constexpr, CAP: gl.constexpr, FACTOR: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = pipe.D
@@ -211,18 +221,18 @@ def consume(
     places = (0, 0)
     keys_phase = 0
     bounds = (gl.load(inside), gl.load(inside + 1))
-    runs = (first_ptr, end_ptr)
     mbarrier.wait(pipe.keys_full.index(0), keys_phase)
     row, number, left, right, steps, head = read_block(pipe)
     while row >= 0:
         own = row + WHICH * ROWS
         keys = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(pipe.BQ)))
+        rows = (keys, runs)
         tiles = (number, left, right, steps, bounds)
         masked = left + right
         sums = (gl.zeros([ROWS, D], gl.float32, OF_SUMS), gl.zeros([ROWS, D], gl.float32, OF_SUMS))
         for _ in range(group):
-            sums, places = add_tiles(pipe, sums, places, tiles, (0, masked), keys, runs, SCALE, True, WHICH)
-            sums, places = add_tiles(pipe, sums, places, tiles, (masked, steps), keys, runs, SCALE, False, WHICH)
+            sums, places = add_tiles(pipe, sums, places, tiles, (0, masked), rows, SCALE, CAP, True, WHICH)
+            sums, places = add_tiles(pipe, sums, places, tiles, (masked, steps), rows, SCALE, CAP, False, WHICH)
         dk, dv = sums
         pipe.k.index(WHICH).store((dk * FACTOR).to(dk_desc.dtype))
         pipe.v.index(WHICH).store(dv.to(dv_desc.dtype))
@@ -239,15 +249,16 @@ def consume(
 @gluon.jit
 def packed_attention_dkv_kernel(
     q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, first, end, inside, blocks, dk_desc, dv_desc, dk, dv,
-    sizes, D: gl.constexpr, BQ: gl.constexpr, STAGES: gl.constexpr, SCALE: gl.constexpr, FACTOR: gl.constexpr,
-    SECTION: gl.constexpr,
+    sizes, D: gl.constexpr, BQ: gl.constexpr, STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
+    FACTOR: gl.constexpr, SECTION: gl.constexpr,
 ):  # fmt: skip
     pipe = make_pipeline(k_desc.dtype, D, BQ, STAGES)
     group = sizes[2]
+    runs = (first, end)
     loads = (pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, blocks, inside, sizes, SECTION)
     gl.warp_specialize([
-        (consume, (pipe, dk_desc, dv_desc, first, end, inside, group, SCALE, FACTOR, 0)),
-        (consume, (pipe, dk_desc, dv_desc, first, end, inside, group, SCALE, FACTOR, 1)),
+        (consume, (pipe, dk_desc, dv_desc, runs, inside, group, SCALE, CAP, FACTOR, 0)),
+        (consume, (pipe, dk_desc, dv_desc, runs, inside, group, SCALE, CAP, FACTOR, 1)),
         (produce, loads),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -255,8 +266,8 @@ def packed_attention_dkv_kernel(
 def in_tiles(
     bq: int, inside: jax.Array, first: jax.Array, end: jax.Array, lse: jax.Array, along: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Numbers of rows [..., T] as tiles of bq lie in shared memory [..., tiles * bq]: at the end of their box, which ends
-    where the sequences end. TMA could not load them from there, where rows start at no multiple of 16 bytes."""
+    """Numbers of rows [..., T] as tiles of bq lie in shared memory [..., tiles * bq]: at the end of their box, which
+    ends where the sequences end. TMA could not load them from there, where rows start at no multiple of 16 bytes."""
     row = jnp.arange(-(-first.shape[0] // bq) * bq, dtype=jnp.int32)
     start = row // bq * bq
     row = row - start + jnp.minimum(start + bq, inside[1]) - bq
@@ -269,7 +280,7 @@ def gradients_of_keys(
     spec: Spec, tiles: Tiles, arrays: Arrays, lse: jax.Array, along: jax.Array, dout: jax.Array, *, cores: int
 ) -> tuple[jax.Array, jax.Array]:
     """(dk, dv) [S, K, H]. lse, along: of `row_numbers`."""
-    q, k, v, first, end, inside = arrays
+    q, k, v, first, end, inside, _ = arrays
     numbers = in_tiles(tiles.bq, inside, first, end, lse, along)
     (_, N, D), (S, K, _) = q.shape, k.shape
     width = max(16, power_of_2(D))
@@ -280,11 +291,12 @@ def gradients_of_keys(
     boxes_of_numbers = [TensorDescriptor.from_array(x, (1, tiles.bq), layout=flat) for x in numbers[2:]]
     blocks = key_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     result = out_struct(k.shape, k.dtype, like=k)
+    scale, cap = scales(spec)
     return triton_call(
         *window_boxes((q, dout), tiles.bq), *boxes_of_numbers, *boxes, *numbers[:2], inside,
         Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, layout), OutTile(block, layout, result=1),
         kernel=packed_attention_dkv_kernel, name="packed_attention_dkv", grid=min(cores, blocks.shape[0] * K),
         out_type=(result, result), flops=8 * spec.pairs * N * D, sizes=(blocks.shape[0], K, N // K), D=width,
-        BQ=tiles.bq, STAGES=tiles.stages, SCALE=spec.scale * LOG2_E, FACTOR=spec.scale,
+        BQ=tiles.bq, STAGES=tiles.stages, SCALE=scale, CAP=cap, FACTOR=spec.scale,
         SECTION=min(max(section(q) * K // N, 1), K),
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The gradient of q on Hopper, in Gluon: the forward's blocks and tiles, with the probabilities of the saved logarithms.
+"""The gradient of q on Hopper, in Gluon: the forward's blocks and tiles, with the probabilities of the saved
+logarithms.
 
 A consumer has 64 rows of q and dout in shared memory, and their sums of gradients in registers. Of each tile of keys it
 multiplies for scores and for the products of dout with the values. Their gradients, from registers, are multiplied with
@@ -24,14 +25,15 @@ from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, 
 from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.stores_triton import as_block, tile_layout
 from jaxops.ops.packed_attention.fwd_triton import (
-    LOG2_E,
     LOW,
     ROWS,
     as_operand,
+    capped,
     for_sums,
     make_pipeline,
     produce,
     read_block,
+    scales,
     section,
     seen_keys,
     start_scores,
@@ -44,7 +46,10 @@ from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, query_blocks
 
 
 @gluon.jit
-def add_tiles(pipe, acc, places, tiles, span, rows, SCALE: gl.constexpr, MASKED: gl.constexpr, WHICH: gl.constexpr):
+def add_tiles(
+    pipe, acc, places, tiles, span, rows, SCALE: gl.constexpr, CAP: gl.constexpr, MASKED: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
     """Steps span[0] to span[1] - 1. places: stages and phases of k and v. rows: their lse and along, and runs of
     keys."""
     k_s, k_phase, v_s, v_phase = places
@@ -57,11 +62,14 @@ def add_tiles(pipe, acc, places, tiles, span, rows, SCALE: gl.constexpr, MASKED:
         values = pipe.v.index(v_s).permute((1, 0))
         products = warpgroup_mma(pipe.out.index(WHICH), values, none, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        scores = scores * SCALE - lse[:, None]
+        shares = capped(scores, CAP)
+        scores = shares * SCALE - lse[:, None]
         if MASKED:
             at, end = tile_of(step, tiles, BK)
             scores = gl.where(seen_keys(at, end, runs, BK), scores, LOW)
         p = gl.exp2(scores)
+        if CAP is not None:
+            p *= 1.0 - shares * shares  # the cap's slope
         products = warpgroup_mma_wait(0, deps=[products])
         mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
         v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
@@ -75,11 +83,12 @@ def add_tiles(pipe, acc, places, tiles, span, rows, SCALE: gl.constexpr, MASKED:
 
 @gluon.jit
 def consume(
-    pipe, dq_desc, first_ptr, end_ptr, lse_ptr, along_ptr, T, SCALE: gl.constexpr, FACTOR: gl.constexpr,
-    WHICH: gl.constexpr,
+    pipe, dq_desc, of_rows, T, SCALE: gl.constexpr, CAP: gl.constexpr, FACTOR: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
+    """of_rows: numbers of each row: first, end, lse and along."""
     D: gl.constexpr = pipe.D
     BK: gl.constexpr = pipe.BK
+    first_ptr, end_ptr, lse_ptr, along_ptr = of_rows
     places = (0, 0, 0, 0)
     q_phase = 0
     mbarrier.wait(pipe.q_full.index(0), q_phase)
@@ -97,8 +106,8 @@ def consume(
         own = (lse, along, (first, stop))
         masked = min(masked, steps)
         acc = gl.zeros([ROWS, D], gl.float32, accumulator(D))
-        acc, places = add_tiles(pipe, acc, places, tiles, (0, masked), own, SCALE, True, WHICH)
-        acc, places = add_tiles(pipe, acc, places, tiles, (masked, steps), own, SCALE, False, WHICH)
+        acc, places = add_tiles(pipe, acc, places, tiles, (0, masked), own, SCALE, CAP, True, WHICH)
+        acc, places = add_tiles(pipe, acc, places, tiles, (masked, steps), own, SCALE, CAP, False, WHICH)
         # Rows outside the sequences may hold NaN: selected, not multiplied.
         dq = gl.where(for_sums(first < stop, D), acc * FACTOR, 0.0)
         pipe.q.index(WHICH).store(dq.to(dq_desc.dtype))
@@ -114,13 +123,14 @@ def consume(
 @gluon.jit
 def packed_attention_dq_kernel(
     q_desc, k_desc, v_desc, dout_desc, first, end, lse, along, blocks, dq_desc, dq, T, sizes, D: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, FACTOR: gl.constexpr,
-    SECTION: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
+    FACTOR: gl.constexpr, SECTION: gl.constexpr,
 ):  # fmt: skip
     pipe = make_pipeline(k_desc.dtype, D, BK, STAGES, CONSUMERS, True)
+    of_rows = (first, end, lse, along)
     gl.warp_specialize([
-        (consume, (pipe, dq_desc, first, end, lse, along, T, SCALE, FACTOR, 0)),
-        (consume, (pipe, dq_desc, first, end, lse, along, T, SCALE, FACTOR, 1)),
+        (consume, (pipe, dq_desc, of_rows, T, SCALE, CAP, FACTOR, 0)),
+        (consume, (pipe, dq_desc, of_rows, T, SCALE, CAP, FACTOR, 1)),
         (produce, (pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION)),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -129,19 +139,20 @@ def gradient_of_q(
     spec: Spec, tiles: Tiles, arrays: Arrays, lse: jax.Array, along: jax.Array, dout: jax.Array, *, cores: int
 ) -> jax.Array:
     """dq [T, N, H]. lse, along: of `row_numbers`."""
-    q, k, v, first, end, _ = arrays
+    q, k, v, first, end, *_ = arrays
     (T, N, D), (S, K, _) = q.shape, k.shape
     width = max(16, power_of_2(D))
     block = (CONSUMER_ROWS, 1, width)
     layout = tile_layout(q.dtype, block)
     boxes = [TensorDescriptor.from_array(x, block, layout=layout) for x in (q, dout)]
     blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
+    scale, cap = scales(spec)
     return triton_call(
         boxes[0], *window_boxes((k, v), tiles.bk), boxes[1], first, end, lse, along,
         Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, layout),
         kernel=packed_attention_dq_kernel, name="packed_attention_dq", grid=min(cores, blocks.shape[0] * N),
         out_type=out_struct(q.shape, q.dtype, like=q), flops=6 * spec.pairs * N * D, T=T,
         sizes=(blocks.shape[0], N, N // K), D=width, BK=tiles.bk, STAGES=tiles.stages,
-        CONSUMERS=tiles.bq // CONSUMER_ROWS, SCALE=spec.scale * LOG2_E, FACTOR=spec.scale,
+        CONSUMERS=tiles.bq // CONSUMER_ROWS, SCALE=scale, CAP=cap, FACTOR=spec.scale,
         SECTION=min(N // K * section(k), N),
     )  # fmt: skip

@@ -30,8 +30,7 @@ from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, 
 from jaxops._lib.gluon.layouts_triton import accumulator, one_number
 from jaxops._lib.gluon.stores_triton import as_block, tile_layout
 from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
-from jaxops._lib.planning.device import HOPPER_SHARED_BYTES
-from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, hopper_bytes
+from jaxops.ops.packed_attention.plan import HOPPER_WIDEST_APART, Arrays, Spec, Tiles
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS as _ROWS
 from jaxops.ops.packed_attention.visible import FIELDS as _FIELDS
 from jaxops.ops.packed_attention.visible import query_blocks
@@ -39,6 +38,7 @@ from jaxops.ops.packed_attention.xla import EXACT_BELOW
 
 LOG2_E = 1.4426950408889634  # the GPU has 2 ** x, not e ** x
 ROWS, FIELDS = gl.constexpr(_ROWS), gl.constexpr(_FIELDS)
+LOG2 = gl.constexpr(LOG2_E)
 EXACT = gl.constexpr(LOG2_E * EXACT_BELOW)
 # The largest score before the first one: with -inf, rows without keys are NaN.
 NONE = gl.constexpr(float(jnp.finfo(jnp.float32).min))
@@ -201,9 +201,21 @@ def seen_keys(at, end, runs, BK: gl.constexpr):
 
 
 @gluon.jit
-def softmax(scores, top, total, at, end, runs, SCALE: gl.constexpr, MASKED: gl.constexpr):
-    """A tile's exponentials, each row's largest score and sum of exponentials so far, and the factor on earlier sums.
+def capped(products, CAP: gl.constexpr):
+    """As shares of the cap; without one unchanged."""
+    if CAP is None:
+        return products
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [products * CAP], dtype=gl.float32, is_pure=True, pack=1
+    )
 
+
+@gluon.jit
+def softmax(scores, top, total, at, end, runs, SCALE: gl.constexpr, MASKED: gl.constexpr):
+    """A tile's exponentials, each row's largest score and sums of exponentials so far, and the factor on earlier sums.
+
+    total: [ROWS, 4]; before the first tile a number, or None for 0. Each of the four threads that share a row sums its
+    own columns: adding up their sums in each step costs 1 to 11 % (H200, 2026-11-29).
     at, end: the tile's keys are the last rows of the box. runs: of keys that each row sees.
     """
     BK: gl.constexpr = scores.shape[1]
@@ -212,7 +224,10 @@ def softmax(scores, top, total, at, end, runs, SCALE: gl.constexpr, MASKED: gl.c
     above = gl.maximum(top, gl.max(scores, 1) * SCALE)
     p = gl.exp2(scores * SCALE - above[:, None])
     before = gl.exp2(top - above)
-    return p, above, before * total + gl.sum(p, 1), before
+    part = gl.sum(gl.sum(p.reshape([ROWS, BK // 8, 4, 2]), 3), 1)
+    if total is not None:
+        part += gl.convert_layout(before, gl.SliceLayout(1, part.type.layout), assert_trivial=True)[:, None] * total
+    return p, above, part, before
 
 
 @gluon.jit
@@ -236,31 +251,29 @@ def start_scores(pipe, s, phase, WHICH: gl.constexpr):
 
 @gluon.jit
 def attend(
-    pipe, state, places, tiles, span, runs, SCALE: gl.constexpr, MASKED: gl.constexpr, WHICH: gl.constexpr,
-    IN_TURN: gl.constexpr,
+    pipe, state, places, tiles, span, runs, SCALE: gl.constexpr, CAP: gl.constexpr, MASKED: gl.constexpr,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
     """Steps span[0] to span[1] - 1.
 
-    state: sums so far; the last tile's probabilities, which are not in them yet; each row's largest score and sum of
+    state: sums so far; the last tile's probabilities, which are not in them yet; each row's largest score and sums of
     exponentials. places: stages and phases of k and v, parity of the order. tiles: as `tile_of`.
     """
     acc, p, top, total = state
     k_s, k_phase, v_s, v_phase, parity = places
     D: gl.constexpr = pipe.D
     for step in range(span[0], span[1]):
-        if IN_TURN:
-            mbarrier.wait(pipe.order.index(WHICH), parity)
-            parity ^= 1
+        mbarrier.wait(pipe.order.index(WHICH), parity)
+        parity ^= 1
         scores = start_scores(pipe, k_s, k_phase, WHICH)
         mbarrier.wait(pipe.v_full.index(v_s), v_phase)
         acc = warpgroup_mma(p, pipe.v.index(v_s), acc, is_async=True)
-        if IN_TURN:
-            mbarrier.arrive(pipe.order.index((WHICH + 1) % pipe.CONSUMERS), count=1)
+        mbarrier.arrive(pipe.order.index((WHICH + 1) % pipe.CONSUMERS), count=1)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
         k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
         at, end = tile_of(step, tiles, pipe.BK)
-        new, top, total, before = softmax(scores, top, total, at, end, runs, SCALE, MASKED)
+        new, top, total, before = softmax(capped(scores, CAP), top, total, at, end, runs, SCALE, MASKED)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
         v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
@@ -284,8 +297,9 @@ def read_block(pipe):
 
 @gluon.jit
 def consume(
-    pipe, out_desc, first_ptr, end_ptr, lse_ptr, T, SCALE: gl.constexpr, WHICH: gl.constexpr, IN_TURN: gl.constexpr
-):
+    pipe, out_desc, first_ptr, end_ptr, sinks_ptr, lse_ptr, T, SCALE: gl.constexpr, CAP: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
     D: gl.constexpr = pipe.D
     BK: gl.constexpr = pipe.BK
     OF_ROW: gl.constexpr = gl.SliceLayout(1, accumulator(BK))
@@ -295,7 +309,7 @@ def consume(
     v_phase = 0
     q_phase = 0
     parity = 0
-    if IN_TURN and WHICH == pipe.CONSUMERS - 1:  # the first one begins
+    if WHICH == pipe.CONSUMERS - 1:  # the first one begins
         mbarrier.arrive(pipe.order.index(0), count=1)
     mbarrier.wait(pipe.q_full.index(0), q_phase)
     row, least, most, right, masked, head = read_block(pipe)
@@ -309,16 +323,20 @@ def consume(
         scores = warpgroup_mma_wait(0, deps=[start_scores(pipe, k_s, k_phase, WHICH)])
         mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
         k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
+        scores = capped(scores, CAP)
         top = gl.full([ROWS], NONE, gl.float32, OF_ROW)
-        total = gl.zeros([ROWS], gl.float32, OF_ROW)
         at, end = tile_of(0, tiles, BK)
-        p, top, total, _ = softmax(scores, top, total, at, end, runs, SCALE, True)
+        if sinks_ptr is None:
+            p, top, total, _ = softmax(scores, top, None, at, end, runs, SCALE, True)
+        else:  # has an exponential and no value
+            top = gl.maximum(top, gl.load(sinks_ptr + head) * LOG2)
+            p, top, total, _ = softmax(scores, top, 0.25, at, end, runs, SCALE, True)
         acc = gl.zeros([ROWS, D], gl.float32, accumulator(D))
         state = (acc, as_operand(p, pipe.v.dtype, D), top, total)
         places = (k_s, k_phase, v_s, v_phase, parity)
-        state, places = attend(pipe, state, places, tiles, (1, masked), runs, SCALE, True, WHICH, IN_TURN)
+        state, places = attend(pipe, state, places, tiles, (1, masked), runs, SCALE, CAP, True, WHICH)
         span = (max(masked, 1), steps)
-        state, places = attend(pipe, state, places, tiles, span, runs, SCALE, False, WHICH, IN_TURN)
+        state, places = attend(pipe, state, places, tiles, span, runs, SCALE, CAP, False, WHICH)
         acc, p, top, total = state
         k_s, k_phase, v_s, v_phase, parity = places
         if pipe.APART:
@@ -329,7 +347,7 @@ def consume(
         mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
         v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
         sees = first < stop
-        total = gl.where(sees, total, 1.0)
+        total = gl.where(sees, gl.convert_layout(gl.sum(total, 1), OF_ROW), 1.0)
         # Rows outside the sequences may hold NaN: selected, not multiplied.
         out = gl.where(for_sums(sees, D), acc * for_sums(1.0 / total, D), 0.0)
         tma.store_wait(0)
@@ -351,23 +369,23 @@ def consume(
 
 @gluon.jit
 def packed_attention_fwd_kernel(
-    q_desc, k_desc, v_desc, first, end, blocks, out_desc, out, lse, T, sizes, D: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, SECTION: gl.constexpr, APART: gl.constexpr,
-    IN_TURN: gl.constexpr,
+    q_desc, k_desc, v_desc, first, end, sinks, blocks, out_desc, out, lse, T, sizes, D: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, SECTION: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
     pipe = make_pipeline(k_desc.dtype, D, BK, STAGES, CONSUMERS, APART)
     loads = (pipe, q_desc, k_desc, v_desc, None, blocks, sizes, SECTION)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (pipe, out_desc, first, end, lse, T, SCALE, 0, IN_TURN)),
-            (consume, (pipe, out_desc, first, end, lse, T, SCALE, 1, IN_TURN)),
+            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 0)),
+            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 1)),
             (produce, loads),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (pipe, out_desc, first, end, lse, T, SCALE, 0, IN_TURN)),
-            (consume, (pipe, out_desc, first, end, lse, T, SCALE, 1, IN_TURN)),
-            (consume, (pipe, out_desc, first, end, lse, T, SCALE, 2, IN_TURN)),
+            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 0)),
+            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 1)),
+            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 2)),
             (produce, loads),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
@@ -376,8 +394,8 @@ _L2_BYTES = 2**25  # of keys and values of a section of heads: two thirds of L2
 
 
 def window_boxes(arrays: tuple[jax.Array, ...], rows: int) -> list[TensorDescriptor]:
-    """Of arrays [S, K, H], boxes of so many rows of a head, of windows that start at each row: [first row of the window,
-    row in it, head, column]. Columns past H are zeros."""
+    """Of arrays [S, K, H], boxes of so many rows of a head, of windows that start at each row: [first row of the
+    window, row in it, head, column]. Columns past H are zeros."""
     S, K, D = arrays[0].shape
     window = (1, rows, 1, max(16, power_of_2(D)))
     layout = tile_layout(arrays[0].dtype, window)
@@ -386,29 +404,35 @@ def window_boxes(arrays: tuple[jax.Array, ...], rows: int) -> list[TensorDescrip
 
 def section(x: jax.Array) -> int:
     """Heads of x [rows, heads, H], and of an array beside it, that L2 holds at a time."""
-    T, N, D = x.shape
+    T, _, D = x.shape
     return max(_L2_BYTES // (2 * T * D * x.dtype.itemsize), 1)
 
 
-def forward_triton(
-    spec: Spec, tiles: Tiles, arrays: Arrays, *, cores: int, in_turn: bool = True
-) -> tuple[jax.Array, jax.Array]:
+def scales(spec: Spec) -> tuple[float, float | None]:
+    """SCALE and CAP: logarithms are SCALE * capped(products, CAP)."""
+    if spec.soft_cap is None:
+        return spec.scale * LOG2_E, None
+    return spec.soft_cap * LOG2_E, spec.scale / spec.soft_cap
+
+
+def forward_triton(spec: Spec, tiles: Tiles, arrays: Arrays, *, cores: int) -> tuple[jax.Array, jax.Array]:
     """(out [T, N, H], lse float32 [N, T]: each row's base 2 logarithm of the sum of exponentials). No size is 0."""
-    q, k, v, first, end, _ = arrays
+    q, k, v, first, end, _, sinks = arrays
     (T, N, D), (S, K, _) = q.shape, k.shape
-    q = -q if spec.scale < 0 else q  # so that the largest product is the largest score
-    scale = max(abs(spec.scale), 1e-30) * LOG2_E  # 0 times a masked score's -inf were NaN
+    scale, cap = scales(spec)
+    q = -q if scale < 0 else q  # so that the largest product is the largest score
+    scale = max(abs(scale), 1e-30)  # 0 times a masked score's -inf were NaN
     width = max(16, power_of_2(D))
     block = (_ROWS, 1, width)
     layout = tile_layout(q.dtype, block)
     blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     rows = blocks.shape[0]
     return triton_call(
-        TensorDescriptor.from_array(q, block, layout=layout), *window_boxes((k, v), tiles.bk), first, end,
+        TensorDescriptor.from_array(q, block, layout=layout), *window_boxes((k, v), tiles.bk), first, end, sinks,
         Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, layout),
         kernel=packed_attention_fwd_kernel, name="packed_attention_fwd", grid=min(cores, rows * N),
         out_type=(out_struct(q.shape, q.dtype, like=q), out_struct((N, T), jnp.float32, like=q)),
         flops=4 * spec.pairs * N * D, T=T, sizes=(rows, N, N // K), D=width, BK=tiles.bk, STAGES=tiles.stages,
-        CONSUMERS=tiles.bq // _ROWS, SCALE=scale, SECTION=min(N // K * section(k), N),
-        APART=hopper_bytes("fwd", tiles, D, apart=True) <= HOPPER_SHARED_BYTES, IN_TURN=in_turn,
+        CONSUMERS=tiles.bq // _ROWS, SCALE=scale, CAP=cap, SECTION=min(N // K * section(k), N),
+        APART=D <= HOPPER_WIDEST_APART,
     )  # fmt: skip

@@ -4,6 +4,7 @@ blocks of queries, of all heads that share it, that see some of it: deterministi
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -66,10 +67,15 @@ def load_inside(ref: dict) -> tuple[jax.Array, jax.Array]:
     return start, stop
 
 
+def padded(ref) -> int:
+    """Columns of a head in registers."""
+    return max(16, power_of_2(ref.shape[2]))
+
+
 def load_rows(ref, rows: jax.Array, head: jax.Array, mask: jax.Array | None) -> jax.Array:
     """[rows, H padded to a power of two] of ref [T, heads, H]; zeros where the mask does not hold, and past H."""
     H = ref.shape[2]
-    columns = jnp.arange(max(16, power_of_2(H)), dtype=jnp.int32)[None, :]
+    columns = jnp.arange(padded(ref), dtype=jnp.int32)[None, :]
     index = (rows[:, None], jnp.broadcast_to(head, (1, 1)), columns)
     mask = None if mask is None else mask[:, None]
     if columns.shape[1] > H:
@@ -120,6 +126,12 @@ def own_queries(ref: dict, bq: int) -> tuple[Queries, jax.Array, jax.Array]:
     return Queries.of(ref, load_inside(ref), i, bq), head, head // (N // K)
 
 
+def _scores(spec: Spec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+    """Base 2 logarithms of the exponentials of a @ b.T, and the slope of the cap."""
+    scores, slope = spec.capped(plgpu.dot(a, b, trans_b=True, precision=spec.precision), LOG2_E)
+    return scores, slope
+
+
 def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
     T, S, bq = ref["q"].shape[0], ref["k"].shape[0], tiles.bq
     queries, head, kv_head = own_queries(ref, bq)
@@ -128,7 +140,7 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
     def step(keys, keys_in, mask, carry):
         mixed, top, total = carry
         k = load_rows(ref["k"], keys, kv_head, keys_in)
-        scores = spec.scale * LOG2_E * plgpu.dot(q, k, trans_b=True, precision=spec.precision)
+        scores, _ = _scores(spec, q, k)
         if mask is not None:
             scores = jnp.where(mask, scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
@@ -137,8 +149,12 @@ def _fwd_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
         mixed = before[:, None] * mixed + plgpu.dot(p.astype(v.dtype), v, precision=spec.precision)
         return mixed, new_top, before * total + jnp.sum(p, axis=1)
 
-    none = jnp.zeros(q.shape, jnp.float32), jnp.full((bq,), NONE, jnp.float32), jnp.zeros((bq,), jnp.float32)
-    mixed, top, total = over_keys(queries, tiles.bk, S, step, none)
+    none = jnp.zeros((bq, padded(ref["v"])), jnp.float32)
+    before = none, jnp.full((bq,), NONE, jnp.float32), jnp.zeros((bq,), jnp.float32)
+    if "sinks" in ref:  # each has an exponential and no value
+        sink = LOG2_E * plgpu.load(ref["sinks"].at[jnp.broadcast_to(head, (bq,))])
+        before = none, jnp.maximum(sink, NONE), jnp.ones((bq,), jnp.float32)
+    mixed, top, total = over_keys(queries, tiles.bk, S, step, before)
     total = jnp.where(queries.sees, total, 1.0)
     store_rows(ref["out"], queries.rows, head, jnp.where(queries.sees[:, None], mixed / total[:, None], 0.0))
     if "lse" in ref:
@@ -153,11 +169,11 @@ def _dq_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
 
     def step(keys, keys_in, mask, dq):
         k = load_rows(ref["k"], keys, kv_head, keys_in)
-        scores = spec.scale * LOG2_E * plgpu.dot(q, k, trans_b=True, precision=spec.precision)
+        scores, slope = _scores(spec, q, k)
         p = jnp.exp2(scores - lse[:, None])
         p = p if mask is None else jnp.where(mask, p, 0.0)
         v = load_rows(ref["v"], keys, kv_head, keys_in)
-        ds = p * (plgpu.dot(dout, v, trans_b=True, precision=spec.precision) - along[:, None])
+        ds = slope * p * (plgpu.dot(dout, v, trans_b=True, precision=spec.precision) - along[:, None])
         return dq + plgpu.dot(ds.astype(k.dtype), k, precision=spec.precision)
 
     dq = over_keys(queries, tiles.bk, ref["k"].shape[0], step, jnp.zeros(q.shape, jnp.float32))
@@ -182,26 +198,27 @@ def _dkv_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
         q, dout = (load_rows(ref[name], queries.rows, head, queries.inside) for name in ("q", "dout"))
         lse, along = (load_of_head(ref[name], head, queries.rows, queries.inside) for name in ("lse", "along"))
         # Transposed, [bk, bq]: so the probabilities are the left operand as they are.
-        scores = spec.scale * LOG2_E * plgpu.dot(k, q, trans_b=True, precision=spec.precision)
+        scores, slope = _scores(spec, k, q)
         mask = queries.mask(keys[:, None])
         # Masked once more below: keys outside may be NaN, and so are their scores and their products with dout.
         p = jnp.where(mask, jnp.exp2(scores - lse[None, :]), 0.0)
-        ds = p * (plgpu.dot(v, dout, trans_b=True, precision=spec.precision) - along[None, :])
+        ds = slope * p * (plgpu.dot(v, dout, trans_b=True, precision=spec.precision) - along[None, :])
         ds = jnp.where(mask, ds, 0.0)
         return (
             dk + plgpu.dot(ds.astype(q.dtype), q, precision=spec.precision),
             dv + plgpu.dot(p.astype(dout.dtype), dout, precision=spec.precision),
         )
 
-    zeros = jnp.zeros(k.shape, jnp.float32)
-    dk, dv = lax.fori_loop(0, jnp.maximum(end - first, 0) * shared, step, (zeros, zeros))
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
+    dk, dv = lax.fori_loop(0, jnp.maximum(end - first, 0) * shared, step, zeros)
     store_rows(ref["dk"], keys, kv_head, spec.scale * dk)
     store_rows(ref["dv"], keys, kv_head, dv)
 
 
 def _launch(kernel: Callable, name: str, spec: Spec, tiles: Tiles, operands: dict, out: dict, **options: Any) -> Any:
-    """options: blocks of rows of each head, of so many `heads`; how many `products` a pair takes; `interpret`."""
-    N, H = operands["q"].shape[1:]
+    """options: blocks of rows of each head, of so many `heads`; the `products` of k's and of v's columns a pair takes;
+    `interpret`."""
+    widths = operands["k"].shape[2], operands["v"].shape[2]
     return launch_named(
         functools.partial(kernel, spec=spec, tiles=tiles),
         operands,
@@ -211,19 +228,19 @@ def _launch(kernel: Callable, name: str, spec: Spec, tiles: Tiles, operands: dic
         stages=tiles.stages,
         interpret=options["interpret"],
         name=f"packed_attention_{name}",
-        flops=options["products"] * 2 * spec.pairs * N * H,
+        flops=2 * spec.pairs * operands["q"].shape[1] * sum(map(operator.mul, options["products"], widths)),
     )
 
 
 @traced_once("spec", "tiles", "save", "interpret")
 def forward_pallas(spec: Spec, tiles: Tiles, arrays: Arrays, *, save: bool, interpret: bool) -> tuple[jax.Array, ...]:
-    """(out [T, N, H],), and with `save` lse float32 [N, T]: of each row, the base 2 logarithm of the sum of
+    """(out [T, N, V],), and with `save` lse float32 [N, T]: of each row, the base 2 logarithm of the sum of
     exponentials. No size is 0."""
     q = arrays.q
     T, N, _ = q.shape
-    out = {"out": out_struct(q.shape, q.dtype, like=q)}
+    out = {"out": out_struct((T, N, arrays.v.shape[2]), q.dtype, like=q)}
     out |= {"lse": out_struct((N, T), jnp.dtype("float32"), like=q)} if save else {}
-    options: dict[str, Any] = {"blocks": pl.cdiv(T, tiles.bq), "heads": N, "products": 2, "interpret": interpret}
+    options: dict[str, Any] = {"blocks": pl.cdiv(T, tiles.bq), "heads": N, "products": (1, 1), "interpret": interpret}
     return tuple(_launch(_fwd_kernel, "fwd", spec, tiles, arrays._asdict(), out, **options).values())
 
 
@@ -233,17 +250,17 @@ def backward_pallas(
     interpret: bool,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """dq, dk, dv in the dtypes of q, k and v. out and lse are the forward's. No size is 0."""
-    q, k = arrays.q, arrays.k
+    q, k, v = arrays[:3]
     (T, N, _), (S, K, _) = q.shape, k.shape
     sees = (arrays.first < arrays.end)[:, None, None]
     along = jnp.sum(jnp.where(sees, out.astype(jnp.float32) * dout.astype(jnp.float32), 0), axis=2).T
     operands, options = arrays._asdict() | {"dout": dout, "lse": lse, "along": along}, {"interpret": interpret}
     results = {"dq": out_struct(q.shape, q.dtype, like=q)}
-    blocks = {"blocks": pl.cdiv(T, dq.bq), "heads": N, "products": 3}
+    blocks = {"blocks": pl.cdiv(T, dq.bq), "heads": N, "products": (2, 1)}
     gradients = _launch(_dq_kernel, "dq", spec, dq, operands, results, **blocks, **options)
     seen = blocks_that_see(arrays.first, arrays.end, S=S, bq=dkv.bq, bk=dkv.bk)
-    results = dict.fromkeys(("dk", "dv"), out_struct(k.shape, k.dtype, like=k))
-    blocks = {"blocks": pl.cdiv(S, dkv.bk), "heads": K, "products": 4}
+    results = {name: out_struct(x.shape, x.dtype, like=x) for name, x in (("dk", k), ("dv", v))}
+    blocks = {"blocks": pl.cdiv(S, dkv.bk), "heads": K, "products": (2, 2)}
     operands |= {"blocks": seen.ravel()}
     gradients |= _launch(_dkv_kernel, "dkv", spec, dkv, operands, results, **blocks, **options)
     return gradients["dq"], gradients["dk"], gradients["dv"]

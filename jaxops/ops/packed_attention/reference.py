@@ -5,9 +5,10 @@ import jax.numpy as jnp
 
 
 def packed_attention_reference(
-    q, k, v, sequence_offsets, *, causal=False, kv_offsets=None, scale=None, window=None, visible_until=None
-) -> jax.Array:
-    """float32 [T, heads, head_dim]; arguments as `jaxops.packed_attention`."""
+    q, k, v, sequence_offsets, *, causal=False, kv_offsets=None, scale=None, window=None, visible_until=None,
+    sinks=None, soft_cap=None,
+) -> jax.Array:  # fmt: skip
+    """float32 [T, heads, value_dim]; arguments as `jaxops.packed_attention`."""
     keys = sequence_offsets if kv_offsets is None else kv_offsets
     (T, heads, head_dim), S, B = q.shape, k.shape[0], sequence_offsets.shape[0] - 1
     t, s = jnp.arange(T)[:, None], jnp.arange(S)[None, :]
@@ -32,7 +33,14 @@ def packed_attention_reference(
     k, v = (jnp.repeat(jnp.where(seen[:, None, None], x, 0), shared, axis=1) for x in (k, v))
     scores = jnp.einsum("tnh,snh->nts", q, k, precision="highest")
     scores = scores * (max(head_dim, 1) ** -0.5 if scale is None else scale)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     top = jnp.max(scores, axis=2, keepdims=True, initial=float(jnp.finfo(jnp.float32).min), where=mask)
+    total = 0.0
+    if sinks is not None:
+        top = jnp.maximum(top, sinks[:, None, None])
+        total = jnp.exp(sinks[:, None, None] - top)
     exponentials = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
-    weights = exponentials / jnp.where(queried[:, None], jnp.sum(exponentials, axis=2, keepdims=True), 1)
+    total += jnp.sum(exponentials, axis=2, keepdims=True)
+    weights = exponentials / jnp.where(queried[:, None], total, 1)
     return jnp.where(queried[:, None, None], jnp.einsum("nts,snh->tnh", weights, v, precision="highest"), 0)

@@ -1,5 +1,6 @@
 """The Hopper kernel's values: in the simulator, and on a Hopper GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,7 @@ from jaxops.ops.packed_attention import Plan, Problem, Tiles, make_plan
 from jaxops.ops.packed_attention.visible import query_blocks
 from tests.arrays import put
 from tests.compare import assert_close
-from tests.ops.packed_attention.cases import H200, arrays, with_gradients
+from tests.ops.packed_attention.cases import H200, arrays, sinks_of, with_gradients
 from tests.ops.packed_attention.test_values import MASKS, one_at_a_time, seen
 
 # Rows, of queries and keys, and where sequences end. Sequences end within tiles of keys and blocks of queries and at
@@ -25,7 +26,7 @@ PACKINGS = {
     "outside": (131, 131, [70, 70, 70], None),
     "cross": (200, 331, [5, 70, 70, 71, 197], [7, 130, 140, 140, 329]),
 }
-NARROW, WIDE = Tiles(128, 64, 8, 2), Tiles(128, 128, 8, 1)  # keys of a tile, and stages
+NARROW, WIDE, THREE = Tiles(128, 64, 8, 2), Tiles(128, 128, 8, 1), Tiles(192, 128, 12, 2)
 
 
 def until_of(rows: int, keys: int) -> np.ndarray:
@@ -38,7 +39,8 @@ def until_of(rows: int, keys: int) -> np.ndarray:
 def check(packing: str, mask: str, tiles: Tiles, dim: int = 16, dtype: str = "bfloat16", **more) -> None:
     """The result and the gradients, which show the saved logarithms."""
     T, S, ends, key_ends = PACKINGS[packing]
-    q, k, v, dout = (x.astype(dtype) for x in arrays(T, T, S, dim))
+    q, k, v, dout = (x.astype(dtype) for x in arrays(T, T, S, dim, more.pop("values", None)))
+    sinks, soft_cap = more.pop("sinks", None), more.get("soft_cap")
     until, window = until_of(T, S), 70 if "window" in mask else None
     how = MASKS[mask] | ({"visible_until": put(until)} if mask.startswith("until") else {})
     how |= {} if window is None else {"window": window}
@@ -46,19 +48,23 @@ def check(packing: str, mask: str, tiles: Tiles, dim: int = 16, dtype: str = "bf
     ends, key_ends = np.array(ends), np.array(ends if key_ends is None else key_ends)
     sees = seen(ends, key_ends, until, mask, window, S)
     factor = more.get("scale", dim**-0.5) * dim**0.5
-    wanted = one_at_a_time(q.astype(np.float32) * factor, k, v, sees)
-    call = functools.partial(jaxops.packed_attention, sequence_offsets=put(ends, jnp.int32), **how, **more)
+    wanted = one_at_a_time(q.astype(np.float32) * factor, k, v, sees, sinks, soft_cap)
+    sinks = [] if sinks is None else [put(sinks)]
+
+    def call(q, k, v, *sinks, **options):
+        options |= how | more | ({"sinks": sinks[0]} if sinks else {})
+        return jaxops.packed_attention(q, k, v, put(ends, jnp.int32), **options)
+
     outside, keys_outside = (np.r_[0 : e[0], e[-1] : n] for e, n in ((ends, T), (key_ends, S)))
     wide = [put(x, jnp.float32) for x in (q, k, v, dout)]
+    wide, narrow = wide[:3] + sinks + wide[3:], lambda: [*map(put, (q, k, v)), *sinks, put(dout)]
     gradients = jax.jit(lambda *x: with_gradients(functools.partial(call, backend="xla"), *x))(*wide)[1:]
     for x, rows in ((q, outside), (dout, outside), (k, keys_outside), (v, keys_outside)):
         x[rows] = np.nan
-    found = jax.jit(lambda *x: with_gradients(functools.partial(call, plan=Plan("triton", fwd=tiles)), *x))(
-        *map(put, (q, k, v, dout))
-    )
+    found = jax.jit(lambda *x: with_gradients(functools.partial(call, plan=Plan("triton", fwd=tiles)), *x))(*narrow())
     assert_close(found[0], wanted, dtype, scale=2)
     assert not np.asarray(found[0], np.float32)[outside].any()
-    for name, got, want in zip("qkv", found[1:], gradients, strict=True):
+    for name, got, want in zip("qkvs", found[1:], gradients, strict=False):
         assert_close(got, want, dtype, scale=4, name=f"d{name}")
 
 
@@ -88,10 +94,29 @@ def test_tiles_of_128_keys(packing, mask, options):
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("stages", [1, 2])
-def test_wide_heads(stages):
-    """The result has memory of its own, or that of q."""
-    check("unequal", "causal", Tiles(128, 64, 8, stages), dim=200)
+@pytest.mark.parametrize("mask", ["whole", "causal-window", "until"])
+@pytest.mark.parametrize("packing", ["unequal", "cross"])
+def test_sinks_and_cap(packing, mask):
+    """With the rows that see nothing, of some masks."""
+    check(packing, mask, NARROW, sinks=sinks_of(0), soft_cap=1.5)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("options", [{"sinks": sinks_of(1)}, {"soft_cap": 2, "scale": -0.5}], ids=["sinks", "cap"])
+def test_one_of_both(options):
+    check("unequal", "causal", THREE, **options)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("packing", ["unequal", "cross"])
+def test_three_warp_groups(packing):
+    check(packing, "until-window", THREE)
+
+
+@pytest.mark.hopper
+def test_wide_heads():
+    """The result has the memory of q."""
+    check("unequal", "causal", NARROW, dim=200)
 
 
 @pytest.mark.hopper
@@ -158,8 +183,14 @@ def test_what_it_cannot_run():
 @pytest.mark.hopper
 def test_plans():
     problem = Problem(64, 64, 4, 2, 128, "bfloat16")
-    assert make_plan(problem, H200, backend="triton").fwd == Tiles(128, 128, 8, 2)
-    with pytest.raises(ValueError, match="this needs bq=128"):
+    plan = make_plan(problem, H200, backend="triton")
+    assert plan.fwd == Tiles(128, 128, 8, 2)
+    assert make_plan(dataclasses.replace(problem, head_dim=64), H200, backend="triton").fwd == Tiles(192, 128, 12, 3)
+    with pytest.raises(ValueError, match="this needs bq=128 and warps=8, and bk from 64 to 128"):
         make_plan(problem, H200, plan=Plan("triton", fwd=Tiles(64, 64, 4, 2)))
-    with pytest.raises(ValueError, match="295936 bytes of shared memory: use fewer stages"):
+    with pytest.raises(ValueError, match="this needs bq=128 and warps=8, and bk from 64 to 128"):
+        make_plan(problem, H200, plan=Plan("triton", fwd=THREE))
+    with pytest.raises(ValueError, match="three warp groups are of the Hopper forward"):
+        make_plan(problem, H200, plan=Plan("pallas", fwd=THREE))
+    with pytest.raises(ValueError, match="328704 bytes of shared memory: use fewer stages"):
         make_plan(problem, H200, plan=Plan("triton", fwd=Tiles(128, 128, 8, 4)))

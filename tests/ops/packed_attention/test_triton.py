@@ -19,27 +19,28 @@ def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
 
 
 @pytest.mark.parametrize(
-    ("dim", "bk", "stages", "apart"),
+    ("dim", "tiles"),
     [
-        (256, 64, 2, False),
-        (192, 64, 2, False),
-        (128, 128, 2, True),
-        (128, 128, 3, False),
-        (128, 64, 4, True),
-        (96, 128, 2, True),
-        (64, 128, 3, True),
-        (16, 128, 3, True),
+        (256, Tiles(128, 64, 8, 2)),
+        (192, Tiles(128, 64, 8, 2)),
+        (128, Tiles(128, 128, 8, 2)),
+        (128, Tiles(128, 64, 8, 4)),
+        (96, Tiles(128, 128, 8, 2)),
+        (64, Tiles(192, 128, 12, 3)),
+        (16, Tiles(192, 128, 12, 3)),
     ],
 )
-def test_forward(dim, bk, stages, apart, tmp_path):
-    """Two consumers multiply for scores and for sums at a block's ends and in each of two loops."""
-    plan = Plan("triton", fwd=Tiles(128, bk, 8, stages))
+def test_forward(dim, tiles, tmp_path):
+    """The consumers multiply for scores and for sums at a block's ends and in each of two loops. Three of them have 160
+    registers a thread, and spill a little: still 11 % faster than two (H200, 2026-11-29)."""
+    plan = Plan("triton", fwd=tiles)
     call = lambda q, k, v, offsets: jaxops.packed_attention(q, k, v, offsets, causal=True, plan=plan)
     keys = shape(1000, 2, dim)
     (kernel,) = compiled(call, shape(1000, 4, dim), keys, keys, shape(5, dtype="int32"))
     width = power_of_2(dim)
-    of_scores = [f"m64n{bk}k16.f32.bf16.bf16"] * (width // 16)
-    of_sums = [f"m64n{width}k16.f32.bf16.bf16"] * (bk // 16)
+    of_scores = [f"m64n{tiles.bk}k16.f32.bf16.bf16"] * (width // 16)
+    of_sums = [f"m64n{width}k16.f32.bf16.bf16"] * (tiles.bk // 16)
     once = [*of_scores, *2 * (of_scores + of_sums), *of_sums]
-    check(kernel, 2 * once, 2, hopper_bytes(plan.fwd, dim, apart=apart), tmp_path)
-    assert kernel.shared > hopper_bytes(plan.fwd, dim, apart=apart) - 1024
+    consumers = tiles.bq // 64
+    check(kernel, consumers * once, consumers, hopper_bytes("fwd", tiles, dim), tmp_path, 160 * tiles.threefold)
+    assert kernel.shared > hopper_bytes("fwd", tiles, dim) - 1024

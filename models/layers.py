@@ -137,25 +137,27 @@ def _offloaded(policy: Policy | None) -> tuple[str, ...]:
     return () if policy is None else policy.offload
 
 
-def options_for(policy: Policy | None, mesh: Mesh | None = None, *, routers: bool = False) -> dict[str, Any]:
-    """XLA options for a step whose layers have that policy, over that mesh; routers: whether the model has some.
+def options_for(policy: Policy | None, mesh: Mesh | None = None) -> dict[str, Any]:
+    """XLA options for a step whose layers have that policy, over that mesh.
+
+    XLA's Triton products are off: it compiles and times many candidates of each product, and then mostly takes cuBLAS.
+    Without them the step of `lm 3b` takes XLA 10.5 s instead of 14 to 18, and runs as fast (169.1 and 169.5 ms; H200,
+    2026-11-29). With routers over several devices it runs faster, too: where the autotuner replaces a Triton product by
+    cuBLAS, the call loses the time that the router's products state, and XLA's scheduler hides a collective behind a
+    product that takes a tenth of its time (177.3 ms instead of 179.8 on two H200s, `data=2`, 2026-11-25).
 
     Over the GPUs of one process parameters, gradients and tokens are sent by the cards' copy engines, which need no
     multiprocessor (`jaxops.parallel.exchange`).
-
-    With routers XLA's Triton products are off over several devices. Where its autotuner replaces one by cuBLAS, the
-    call loses the time that the router's products state, and XLA's scheduler hides a collective behind a product that
-    takes a tenth of its time. A step of the 3b preset on two H200s with `data=2` takes 177.3 ms instead of 179.8
-    (2026-11-25).
 
     With a policy XLA's memory limit is off over several devices, as for offloading. A step over four fifths of the card
     is over it: then nothing is hidden. In the backward loop of the 30b preset, compiled for four H200s with `fsdp=4`
     (126 GB), no collective of 28 was asynchronous; without the limit 16 of 26 are (jaxlib 0.11.2, 2026-11-26).
     """
     options = compiler_options(offloads=bool(_offloaded(policy)))
-    if options and mesh is not None and mesh.size > 1:
-        if routers:
-            options["xla_gpu_enable_triton_gemm"] = False
+    if not options:
+        return options
+    options["xla_gpu_enable_triton_gemm"] = False
+    if mesh is not None and mesh.size > 1:
         if policy is not None:
             options["xla_gpu_memory_limit_slop_factor"] = 400
         if not mesh.is_multi_process:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import typer
 from etils import epath
 from jax.experimental import multihost_utils
@@ -51,9 +50,11 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, keep: int = 3, keep_best: bool = False):
+        import orbax.checkpoint as ocp  # a second, which XLA compiles the step in
+
         self.folder, self._keep, self._keep_best = folder.resolve(), keep, keep_best
         self._newest: int | None = None
-        self._handler = ocp.StandardCheckpointHandler()
+        self._args, self._handler = ocp.args, ocp.StandardCheckpointHandler()
         self._writer = ocp.AsyncCheckpointer(self._handler)
         with self._must_hold():
             if is_first():
@@ -132,7 +133,7 @@ class Checkpoints:
             self._writer.wait_until_finished()
             self._remove_others()
             metadata[OWN] = _crc(metadata)
-            self._writer.save(self._path / str(done), args=ocp.args.StandardSave(arrays), custom_metadata=metadata)
+            self._writer.save(self._path / str(done), args=self._args.StandardSave(arrays), custom_metadata=metadata)
         self._newest = done
 
     def wait(self) -> None:
@@ -147,7 +148,7 @@ class Checkpoints:
         trial = f"trial{UNFINISHED}"
         try:
             with self._must_hold(), quiet_writers():
-                self._writer.save(self._path / trial, args=ocp.args.StandardSave({"trial": np.zeros(1)}))
+                self._writer.save(self._path / trial, args=self._args.StandardSave({"trial": np.zeros(1)}))
                 self._writer.wait_until_finished()
         finally:
             for left in self.folder.glob(f"{trial}*") if is_first() else ():
@@ -201,7 +202,7 @@ class Checkpoints:
         wrong = exchanged(wrong) or self._compare(step, sums, stored, wanted)
         if not wrong:
             try:  # the handler alone: a checkpointer would wait here for a process that cannot read its part
-                found = self._handler.restore(self._path / str(step), args=ocp.args.StandardRestore(wanted))
+                found = self._handler.restore(self._path / str(step), args=self._args.StandardRestore(wanted))
             except Exception as error:
                 wrong = f"its arrays cannot be read: {_first_line(error)}"
             wrong = exchanged(wrong)

@@ -100,7 +100,6 @@ class LmTask(Task):
     """Next tokens, and balanced experts."""
 
     preset: Preset
-    routers = True
 
     def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> Decoder:
         return Decoder(self.preset.model, sharded=sharded, rngs=rngs)

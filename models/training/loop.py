@@ -106,12 +106,10 @@ class Task:
     Attributes:
       preset: all settings of the training.
       own_batches: whether over a mesh each device has a packed batch of its own, as of `by_device`; else rows of one.
-      routers: whether the model has some; see `models.layers.options_for`.
     """
 
     preset: Any
     own_batches: ClassVar[bool] = False
-    routers: ClassVar[bool] = False
 
     def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> nnx.Module:
         """A new model; sharded: as it is called over a mesh."""
@@ -247,7 +245,7 @@ def make_step(
         return constrained(TrainState(params, histories, average, opt_state, state.step + 1), mesh), metrics
 
     policy = getattr(getattr(schedule, "model", schedule), "policy", None)
-    return jax.jit(step, donate_argnums=0, compiler_options=options_for(policy, mesh, routers=task.routers))
+    return jax.jit(step, donate_argnums=0, compiler_options=options_for(policy, mesh))
 
 
 def _over_mesh(task: Task, objective: Objective, mesh: Mesh | None) -> Objective:
@@ -265,7 +263,7 @@ def make_evaluate(
     """Mean held-out loss over micro-batches [N, ...], with the same random draws in every evaluation."""
     value = make_value(graphdef, _over_mesh(task, task.heldout_objective, mesh), mesh, training=False)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=options_for(None, mesh))
     def evaluate(params: nnx.State, histories: nnx.State, batches: Any, key: jax.Array) -> jax.Array:
         counted = jax.vmap(lambda batch: batch.counted())(batches)
         keys = jax.random.split(key, counted.shape[0])
@@ -357,7 +355,6 @@ def train(
     with contextlib.ExitStack() as stack:
         compiling = stack.enter_context(Compiling(device_bytes() if mesh is None else math.inf))
         graphdef, shapes, create = task.start(mesh)
-        created = compiling.run(create)
         key, heldout_key = replicate(jax.jit(lambda: tuple(jax.random.split(jax.random.key(preset.seed))))(), mesh)
         run.console.print(f"{sum(p.size for p in jax.tree.leaves(shapes.params)):,} parameters")
         run.console.print(frozen.remark(shapes.params, preset.freeze), end="")
@@ -368,6 +365,8 @@ def train(
             # The profiler compiles its step.
             if not run.profile:
                 compiling.start("step", step, shapes, place(batches(before), mesh), key)
+        created = compiling.run(create)  # not before the step is lowered: both need Python
+        if before < preset.steps:
             compiling.start("evaluate", evaluate, kept(shapes), shapes.histories, placed, heldout_key)
         if sampler is not None and mesh is None:
             model = nnx.merge(graphdef, kept(shapes), shapes.histories)

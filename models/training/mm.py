@@ -159,7 +159,6 @@ class MmTask(Task):
 
     preset: MultimodalPreset
     own_batches = True
-    routers = True
 
     def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> Multimodal:
         return Multimodal(self.preset.model, sharded=sharded, rngs=rngs)

@@ -9,22 +9,24 @@ from jaxops.offload import Policy
 from models.distributed.mesh import make_mesh
 from models.layers import OFFLOADED, apply_layers, options_for, remark
 
-LOOPS = {"xla_gpu_enable_dynamic_slice_fusion": False, "xla_gpu_enable_dus_accumulator_zero_init_elimination": True}
+ALWAYS = {
+    "xla_gpu_enable_dynamic_slice_fusion": False,
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
+    "xla_gpu_enable_triton_gemm": False,
+}
 
 
 def test_options_over_a_mesh():
     """Of a GPU; XLA for CPUs knows their names, too."""
     mesh = make_mesh(f"data={jax.device_count()}")
     with mock.patch.object(jax, "default_backend", return_value="gpu"):
-        assert options_for(None) == options_for(Policy()) == LOOPS
+        assert options_for(None) == options_for(Policy()) == ALWAYS
         copies = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"} if mesh.size > 1 else {}
-        products = {"xla_gpu_enable_triton_gemm": False} if mesh.size > 1 else {}
-        assert options_for(None, mesh) == LOOPS | copies
-        assert options_for(None, mesh, routers=True) == LOOPS | copies | products
+        assert options_for(None, mesh) == ALWAYS | copies
         limit = {"xla_gpu_memory_limit_slop_factor": 400} if mesh.size > 1 else {}
-        assert options_for(Policy(), mesh) == LOOPS | copies | limit
+        assert options_for(Policy(), mesh) == ALWAYS | copies | limit
         with mock.patch.dict(vars(mesh), is_multi_process=True):  # peer memory is that of one process
-            assert options_for(None, mesh) == LOOPS
+            assert options_for(None, mesh) == ALWAYS
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a machine without a GPU")

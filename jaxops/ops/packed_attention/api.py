@@ -239,7 +239,8 @@ def _gradients_of_heads(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) 
     if plan.backend == "triton" and max(arrays.q.shape[2], arrays.v.shape[2]) <= HOPPER_BACKWARD_WIDEST:
         from jaxops.ops.packed_attention.bwd_triton import backward_triton
 
-        return backward_triton(spec, plan.dq, plan.dkv, arrays, out, lse, dout, cores=plan.on.cores)
+        backward = functools.partial(backward_triton, spec, plan.dq, plan.dkv, cores=plan.on.cores)
+        return sequential_vmap(backward)(arrays, out, lse, dout)
     return backward_pallas(spec, plan.dq, plan.dkv, arrays, out, lse, dout, interpret=plan.on.interpret)
 
 

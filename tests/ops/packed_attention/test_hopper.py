@@ -143,6 +143,18 @@ def test_bad_offsets_stay_in_bounds(bad):
     assert np.isfinite(np.asarray(out, np.float32)).all()
 
 
+@pytest.mark.hopper
+def test_vmap():
+    """The same bits as call by call."""
+    many = [put(np.stack([x, 2 * x]), jnp.bfloat16) for x in arrays(0, 40, dim=16)]
+    ends = put([0, 20, 40], jnp.int32)
+    op = lambda *x: jaxops.packed_attention(*x, ends, causal=True, plan=Plan("triton"))
+    call = functools.partial(with_gradients, op)
+    for i in range(2):
+        for got, want in zip(jax.vmap(call)(*many), call(*(x[i] for x in many)), strict=True):
+            np.testing.assert_array_equal(got[i], want)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_query_blocks(seed):
     """Of runs of any kind: the keys of a block lie in its tiles, and what is said to be whole is seen by all rows."""

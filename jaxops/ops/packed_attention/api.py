@@ -138,7 +138,7 @@ def packed_attention(
     if 0 in (T, S, N, V, B):  # no row sees anything
         return jnp.zeros((T, N, V), q.dtype)
     limits = {"T": T, "S": S, "causal": causal, "window": window}
-    arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits), sinks)
+    arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits), sinks=sinks)
     if chosen.backend == "cudnn":
         # Without a crowd, rows of `longest` take up to 12 % more time than one row of all (H200, 2026-11-24).
         row = T if longest is None or crowd is None else min(longest, T)

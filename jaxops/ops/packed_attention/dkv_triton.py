@@ -37,10 +37,10 @@ from jaxops.ops.packed_attention.fwd_triton import (
     padded,
     place,
     read_block,
-    row_boxes,
+    row_box,
     scales,
     section,
-    window_boxes,
+    window_box,
 )
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, key_blocks
@@ -294,7 +294,8 @@ def gradients_of_keys(
     blocks = key_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     scale, cap = scales(spec)
     return triton_call(
-        *window_boxes((q, dout), tiles.bq), *boxes_of_numbers, *row_boxes((k, v)), *numbers[:2], inside,
+        *(window_box(x, tiles.bq, padded(x)) for x in (q, dout)), *boxes_of_numbers,
+        *(row_box(x, padded(x)) for x in (k, v)), *numbers[:2], inside,
         Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), *results,
         kernel=packed_attention_dkv_kernel, name="packed_attention_dkv", grid=min(cores, blocks.shape[0] * K),
         out_type=tuple(out_struct(x.shape, x.dtype, like=x) for x in (k, v)), flops=4 * spec.pairs * N * (D + V),

@@ -33,14 +33,14 @@ from jaxops.ops.packed_attention.fwd_triton import (
     padded,
     produce,
     read_block,
-    row_boxes,
+    row_box,
     scales,
     section,
     seen_keys,
     start_scores,
     steps_of,
     tile_of,
-    window_boxes,
+    window_box,
 )
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, query_blocks
@@ -128,7 +128,7 @@ def packed_attention_dq_kernel(
     BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FACTOR: gl.constexpr, SECTION: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, V, BK, STAGES, CONSUMERS, True)
+    pipe = make_pipeline(k_desc.dtype, D, 1, V, BK, STAGES, CONSUMERS, True)
     of_rows = (first, end, lse, along)
     gl.warp_specialize([
         (consume, (pipe, dq_desc, of_rows, T, SCALE, CAP, FACTOR, 0)),
@@ -144,12 +144,12 @@ def gradient_of_q(
     q, k, v, first, end, *_ = arrays
     (T, N, D), (S, K, V) = q.shape, v.shape
     block = (CONSUMER_ROWS, 1, padded(q))
-    boxes = row_boxes((q, dout))
     blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     scale, cap = scales(spec)
     return triton_call(
-        boxes[0], *window_boxes((k, v), tiles.bk), boxes[1], first, end, lse, along,
-        Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, tile_layout(q.dtype, block)),
+        row_box(q, padded(q)), *(window_box(x, tiles.bk, padded(x)) for x in (k, v)), row_box(dout, padded(v)),
+        first, end, lse, along, Scratch(jnp.append(blocks.ravel(), jnp.int32(0))),
+        OutTile(block, tile_layout(q.dtype, block)),
         kernel=packed_attention_dq_kernel, name="packed_attention_dq", grid=min(cores, blocks.shape[0] * N),
         out_type=out_struct(q.shape, q.dtype, like=q), flops=2 * spec.pairs * N * (2 * D + V), T=T,
         sizes=(blocks.shape[0], N, N // K), D=padded(q), V=padded(v), BK=tiles.bk, STAGES=tiles.stages,

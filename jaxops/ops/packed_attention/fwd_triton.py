@@ -30,7 +30,7 @@ from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, 
 from jaxops._lib.gluon.layouts_triton import accumulator, one_number
 from jaxops._lib.gluon.stores_triton import as_block, tile_layout
 from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
-from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, hopper_apart
+from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, hopper_apart, key_columns
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS as _ROWS
 from jaxops.ops.packed_attention.visible import FIELDS as _FIELDS
 from jaxops.ops.packed_attention.visible import query_blocks
@@ -49,8 +49,9 @@ LOW = gl.constexpr(-math.inf)  # of a masked key
 class Pipeline:
     """Shared memory and its synchronisation.
 
-    q: [CONSUMERS, ROWS, D]. k, v: [STAGES, BK, D] and [STAGES, BK, V]. out: [CONSUMERS, ROWS, V]; q's memory where
-    there is no room for both. The backward loads dout into it.
+    q: [CONSUMERS * PARTS, ROWS, D]. k: [STAGES * PARTS, BK, D]. v: [STAGES, BK, V]. out: [CONSUMERS, ROWS, V]; q's
+    memory where there is no room for both. The backward loads dout into it.
+    PARTS: of D columns, which make a head of q and k: its columns are no power of two.
     block: what the consumers must know of a block: FIELDS numbers and the head.
     *_full, *_empty: an mbarrier a stage; q has one stage.
     order: an mbarrier for each consumer, on which it waits before it issues a step's products.
@@ -69,6 +70,7 @@ class Pipeline:
     v_empty: gl.shared_memory_descriptor
     order: gl.shared_memory_descriptor
     D: gl.constexpr
+    PARTS: gl.constexpr
     V: gl.constexpr
     BK: gl.constexpr
     STAGES: gl.constexpr
@@ -86,7 +88,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def make_pipeline(
-    dtype: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    dtype: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
@@ -94,19 +96,19 @@ def make_pipeline(
     OF_VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, V], dtype)
     OF_OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], OF_ROWS)
+    q = gl.allocate_shared_memory(dtype, [CONSUMERS * PARTS, ROWS, D], OF_ROWS)
     out = q
     if APART:
         out = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, V], OF_OUT)
     return Pipeline(
         q,
-        gl.allocate_shared_memory(dtype, [STAGES, BK, D], OF_KEYS),
+        gl.allocate_shared_memory(dtype, [STAGES * PARTS, BK, D], OF_KEYS),
         gl.allocate_shared_memory(dtype, [STAGES, BK, V], OF_VALUES),
         out,
         gl.allocate_shared_memory(gl.int32, [FIELDS + 1, 1], FLAT),
         make_barriers(1, 1), make_barriers(1, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
         make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS), make_barriers(CONSUMERS, 1),
-        D, V, BK, STAGES, CONSUMERS, APART,
+        D, PARTS, V, BK, STAGES, CONSUMERS, APART,
     )  # fmt: skip
 
 
@@ -125,13 +127,15 @@ def tile_of(step, tiles, BK: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(desc, bufs, full, empty, s, phase, tile, head):
+def load_keys(desc, bufs, full, empty, s, phase, tile, head, PARTS: gl.constexpr):
     """A tile's keys or values, as the last rows of a stage. The window starts with the tile, so that TMA fills the rows
     before it with zeros, as it does the columns behind a head's."""
     first, end = tile
     mbarrier.wait(empty.index(s), phase)
-    mbarrier.expect(full.index(s), desc.nbytes_per_cta)
-    tma.async_load(desc, [first, end - bufs.shape[1] - first, head, 0], full.index(s), as_block(bufs.index(s), desc))
+    mbarrier.expect(full.index(s), PARTS * desc.nbytes_per_cta)
+    for n in gl.static_range(PARTS):
+        box = [first, end - bufs.shape[1] - first, head, n * bufs.shape[2]]
+        tma.async_load(desc, box, full.index(s), as_block(bufs.index(s * PARTS + n), desc))
 
 
 @gluon.jit
@@ -171,23 +175,27 @@ def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.
             pipe.block.index(n).store(gl.full([1], values[n], gl.int32, ONE))
         q_full = pipe.q_full.index(0)
         if dout_desc is None:
-            mbarrier.expect(q_full, pipe.CONSUMERS * q_desc.nbytes_per_cta)
+            mbarrier.expect(q_full, pipe.CONSUMERS * pipe.PARTS * q_desc.nbytes_per_cta)
         else:
             mbarrier.expect(q_full, pipe.CONSUMERS * (q_desc.nbytes_per_cta + dout_desc.nbytes_per_cta))
         for n in gl.static_range(pipe.CONSUMERS):
-            box = [row + n * ROWS, head, 0]
-            tma.async_load(q_desc, box, q_full, as_block(pipe.q.index(n), q_desc))
+            for part in gl.static_range(pipe.PARTS):
+                box = [row + n * ROWS, head, part * pipe.D]
+                tma.async_load(q_desc, box, q_full, as_block(pipe.q.index(n * pipe.PARTS + part), q_desc))
             if dout_desc is not None:
-                tma.async_load(dout_desc, box, q_full, as_block(pipe.out.index(n), dout_desc))
+                tma.async_load(dout_desc, [row + n * ROWS, head, 0], q_full, as_block(pipe.out.index(n), dout_desc))
         steps = steps_of(least, most, BK)
         tiles = (steps, least, most, right)
         for step in range(steps + 1):
             if step < steps:
-                load_keys(k_desc, pipe.k, pipe.k_full, pipe.k_empty, k_s, k_phase, tile_of(step, tiles, BK), kv_head)
+                load_keys(
+                    k_desc, pipe.k, pipe.k_full, pipe.k_empty, k_s, k_phase, tile_of(step, tiles, BK), kv_head,
+                    pipe.PARTS,
+                )  # fmt: skip
                 k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
             if step > 0:
                 load_keys(
-                    v_desc, pipe.v, pipe.v_full, pipe.v_empty, v_s, v_phase, tile_of(step - 1, tiles, BK), kv_head
+                    v_desc, pipe.v, pipe.v_full, pipe.v_empty, v_s, v_phase, tile_of(step - 1, tiles, BK), kv_head, 1
                 )
                 v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
         t = gl.num_programs(0) + finish_fetch_add(following)
@@ -251,8 +259,12 @@ def for_sums(x, COLUMNS: gl.constexpr):
 @gluon.jit
 def start_scores(pipe, s, phase, WHICH: gl.constexpr):
     mbarrier.wait(pipe.k_full.index(s), phase)
-    none = gl.zeros([ROWS, pipe.BK], gl.float32, accumulator(pipe.BK))
-    return warpgroup_mma(pipe.q.index(WHICH), pipe.k.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
+    scores = gl.zeros([ROWS, pipe.BK], gl.float32, accumulator(pipe.BK))
+    for n in gl.static_range(pipe.PARTS):
+        q = pipe.q.index(WHICH * pipe.PARTS + n)
+        k = pipe.k.index(s * pipe.PARTS + n)
+        scores = warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=n > 0, is_async=True)
+    return scores
 
 
 @gluon.jit
@@ -376,10 +388,10 @@ def consume(
 @gluon.jit
 def packed_attention_fwd_kernel(
     q_desc, k_desc, v_desc, first, end, sinks, blocks, out_desc, out, lse, T, sizes, D: gl.constexpr,
-    V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr,
-    CAP: gl.constexpr, SECTION: gl.constexpr, APART: gl.constexpr,
+    PARTS: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    SCALE: gl.constexpr, CAP: gl.constexpr, SECTION: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, V, BK, STAGES, CONSUMERS, APART)
+    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, BK, STAGES, CONSUMERS, APART)
     loads = (pipe, q_desc, k_desc, v_desc, None, blocks, sizes, SECTION)
     if CONSUMERS == 2:
         gl.warp_specialize([
@@ -399,25 +411,17 @@ def packed_attention_fwd_kernel(
 _L2_BYTES = 2**25  # of keys and values of a section of heads: two thirds of L2
 
 
-def window_boxes(arrays: tuple[jax.Array, ...], rows: int) -> list[TensorDescriptor]:
-    """Of arrays [S, K, H], boxes of so many rows of a head, of windows that start at each row: [first row of the
+def window_box(x: jax.Array, rows: int, columns: int) -> TensorDescriptor:
+    """Of x [S, K, H] a box of so many rows and columns of a head, of windows that start at each row: [first row of the
     window, row in it, head, column]. Columns past H are zeros."""
-    S, K, _ = arrays[0].shape
-    found = []
-    for x in arrays:
-        D, window = x.shape[2], (1, rows, 1, padded(x))
-        layout = tile_layout(x.dtype, window)
-        found.append(TensorDescriptor(x, (S, rows, K, D), (K * D, K * D, D, 1), window, layout))
-    return found
+    (S, K, D), window = x.shape, (1, rows, 1, columns)
+    return TensorDescriptor(x, (S, rows, K, D), (K * D, K * D, D, 1), window, tile_layout(x.dtype, window))
 
 
-def row_boxes(arrays: tuple[jax.Array, ...]) -> list[TensorDescriptor]:
-    """Of arrays [T, N, H], boxes of a consumer's rows of a head."""
-    blocks = [(_ROWS, 1, padded(x)) for x in arrays]
-    return [
-        TensorDescriptor.from_array(x, block, layout=tile_layout(x.dtype, block))
-        for x, block in zip(arrays, blocks, strict=True)
-    ]
+def row_box(x: jax.Array, columns: int) -> TensorDescriptor:
+    """Of x [T, N, H] a box of a consumer's rows of a head."""
+    block = (_ROWS, 1, columns)
+    return TensorDescriptor.from_array(x, block, layout=tile_layout(x.dtype, block))
 
 
 def padded(x: jax.Array) -> int:
@@ -445,14 +449,15 @@ def forward_triton(spec: Spec, tiles: Tiles, arrays: Arrays, *, cores: int) -> t
     q = -q if scale < 0 else q  # so that the largest product is the largest score
     scale = max(abs(scale), 1e-30)  # 0 times a masked score's -inf were NaN
     block = (_ROWS, 1, padded(v))
+    columns, part = key_columns(D)
     blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     rows = blocks.shape[0]
     return triton_call(
-        *row_boxes((q,)), *window_boxes((k, v), tiles.bk), first, end, sinks,
+        row_box(q, part), window_box(k, tiles.bk, part), window_box(v, tiles.bk, padded(v)), first, end, sinks,
         Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, tile_layout(q.dtype, block)),
         kernel=packed_attention_fwd_kernel, name="packed_attention_fwd", grid=min(cores, rows * N),
         out_type=(out_struct((T, N, V), q.dtype, like=q), out_struct((N, T), jnp.float32, like=q)),
-        flops=2 * spec.pairs * N * (D + V), T=T, sizes=(rows, N, N // K), D=padded(q), V=padded(v), BK=tiles.bk,
-        STAGES=tiles.stages, CONSUMERS=tiles.bq // _ROWS, SCALE=scale, CAP=cap,
+        flops=2 * spec.pairs * N * (D + V), T=T, sizes=(rows, N, N // K), D=part, PARTS=columns // part,
+        V=padded(v), BK=tiles.bk, STAGES=tiles.stages, CONSUMERS=tiles.bq // _ROWS, SCALE=scale, CAP=cap,
         SECTION=min(N // K * section(k, v), N), APART=hopper_apart((D, V)),
     )  # fmt: skip

@@ -208,17 +208,23 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     return tiles
 
 
+def key_columns(width: int) -> tuple[int, int]:
+    """Columns of a head of q and k in the Hopper kernels' shared memory, and of each of its parts."""
+    return (192, 64) if 128 < width <= 192 else (max(16, power_of_2(width)),) * 2
+
+
 def hopper_apart(widths: tuple[int, int]) -> bool:
     """Whether there is room for the Hopper forward's result beside q."""
-    return min(widths) <= 128
+    return widths[0] <= 192 or widths[1] <= 128
 
 
 def hopper_bytes(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> int:
     """Shared memory of the Hopper kernels: the rows that a program owns, of two arrays (of q alone in the forward of
     wide heads); the stages of two others; two float32 numbers for each of dkv's queries; mbarriers."""
     owned, looped = (tiles.bk, tiles.bq) if pass_name == "dkv" else (tiles.bq, tiles.bk)
-    both = sum(max(16, power_of_2(width)) for width in widths)
-    own = both if pass_name != "fwd" or hopper_apart(widths) else both // 2
+    keys = key_columns(widths[0])[0]
+    both = keys + max(16, power_of_2(widths[1]))
+    own = both if pass_name != "fwd" or hopper_apart(widths) else keys
     return 2 * (owned * own + tiles.stages * looped * both) + 8 * tiles.stages * looped * (pass_name == "dkv") + 1024
 
 

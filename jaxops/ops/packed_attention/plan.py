@@ -210,7 +210,10 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
 
 def key_columns(width: int) -> tuple[int, int]:
     """Columns of a head of q and k in the Hopper kernels' shared memory, and of each of its parts."""
-    return (192, 64) if 128 < width <= 192 else (max(16, power_of_2(width)),) * 2
+    if 128 < width <= 192:
+        return 192, 64
+    columns = max(16, power_of_2(width))
+    return columns, columns
 
 
 def hopper_apart(widths: tuple[int, int]) -> bool:

@@ -135,7 +135,8 @@ ATTENTION_OPS = [
     described(
         "packed_attention", {"T": 23, "S": 26, "K": 2, "G": 2, "H": 10, "V": 6, "B": 4}, attention_shapes,
         attention_plan, {"window": 7, "soft_cap": 2.0},
-        local=("q", "k", "v", "visible_until", "sequence_offsets", "kv_offsets"), integers=attention_integers, outside=attention_outside,
+        local=("q", "k", "v", "visible_until", "sequence_offsets", "kv_offsets"),
+        integers=attention_integers, outside=attention_outside,
         large=(({"T": 1_200_000, "S": 1_200_000, "K": 4, "G": 4, "H": 128, "V": 128, "B": 64}, {}),),
     ),
 ]  # fmt: skip

@@ -143,7 +143,7 @@ def packed_attention(
     if 0 in (T, S, N, V, B):  # no row sees anything
         return jnp.zeros((T, N, V), q.dtype)
     limits = {"T": T, "S": S, "causal": causal, "window": window}
-    arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits), sinks)
+    arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits), sinks=sinks)
     if chosen.backend == "cudnn":
         return _cudnn(arrays, sequence_offsets, causal=causal, scale=factor)
     pairs = most_pairs(T=T, S=S, causal=causal, window=window, free=visible_until is not None, longest=longest)
@@ -184,7 +184,7 @@ def _cudnn(arrays: Arrays, sequence_offsets: jax.Array, **options: Any) -> jax.A
     return jnp.where(inside, out, 0)
 
 
-def _forward(spec: Spec, plan: Plan, save: bool, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _forward(spec: Spec, plan: Plan, save: bool, *operands: Any) -> tuple[jax.Array, ...]:
     """(out [T, N, V],), and with `save` lse float32 [N, T], each row's logarithm of the sum of exponentials, which gets
     no gradient."""
     arrays = Arrays(*operands)
@@ -203,7 +203,7 @@ def _forward(spec: Spec, plan: Plan, save: bool, *operands: jax.Array) -> tuple[
     return (out, lse) if save else (out,)
 
 
-def _call_fwd(spec: Spec, plan: Plan, save: bool, *operands: jax.Array):
+def _call_fwd(spec: Spec, plan: Plan, save: bool, *operands: Any):
     arrays = Arrays(*operands)
     # _call, not _forward: a second derivative differentiates this.
     q, k, v = (checkpoint_name(getattr(arrays, name), f"attention.{name}") for name in ("q", "k", "v"))

@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxops._lib.arrays.manual_axes import out_struct
-from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.gluon.gemm_triton import advance
 from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.gluon.layouts_triton import accumulator, one_number
@@ -35,11 +34,13 @@ from jaxops.ops.packed_attention.fwd_triton import (
     as_operand,
     capped,
     make_barriers,
+    padded,
     place,
     read_block,
+    row_box,
     scales,
     section,
-    window_boxes,
+    window_box,
 )
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, key_blocks
@@ -51,7 +52,8 @@ CONSUMERS = gl.constexpr(2)
 class Pipeline:
     """Shared memory and its synchronisation.
 
-    k, v: [CONSUMERS, ROWS, D], of a block; its gradients leave through them. q, dout: [STAGES, BQ, D].
+    k, v: [CONSUMERS, ROWS, D] and [CONSUMERS, ROWS, V], of a block; its gradients leave through them. q, dout:
+    [STAGES, BQ, D] and [STAGES, BQ, V].
     lse, along: [STAGES, 1, BQ].
     block: what the consumers must know of a block: FIELDS numbers and the head.
     keys_*: an mbarrier for k and v. full, empty: an mbarrier a stage.
@@ -69,26 +71,29 @@ class Pipeline:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     D: gl.constexpr
+    V: gl.constexpr
     BQ: gl.constexpr
     STAGES: gl.constexpr
 
 
 @gluon.jit
-def make_pipeline(dtype: gl.constexpr, D: gl.constexpr, BQ: gl.constexpr, STAGES: gl.constexpr):
+def make_pipeline(dtype: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BQ: gl.constexpr, STAGES: gl.constexpr):
     OF_KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    OF_VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], dtype)
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BQ, D], dtype)
+    OF_DOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BQ, V], dtype)
     OF_NUMBERS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Pipeline(
         gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], OF_KEYS),
-        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], OF_KEYS),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, V], OF_VALUES),
         gl.allocate_shared_memory(dtype, [STAGES, BQ, D], OF_ROWS),
-        gl.allocate_shared_memory(dtype, [STAGES, BQ, D], OF_ROWS),
+        gl.allocate_shared_memory(dtype, [STAGES, BQ, V], OF_DOUT),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BQ], OF_NUMBERS),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BQ], OF_NUMBERS),
         gl.allocate_shared_memory(gl.int32, [FIELDS + 1, 1], FLAT),
         make_barriers(1, 1), make_barriers(1, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
-        D, BQ, STAGES,
+        D, V, BQ, STAGES,
     )  # fmt: skip
 
 
@@ -111,7 +116,7 @@ def produce(
     rows, heads, group = sizes
     BQ: gl.constexpr = pipe.BQ
     ONE: gl.constexpr = one_number(1, 1)
-    BYTES: gl.constexpr = 2 * (q_desc.nbytes_per_cta + lse_desc.nbytes_per_cta)
+    BYTES: gl.constexpr = q_desc.nbytes_per_cta + dout_desc.nbytes_per_cta + 2 * lse_desc.nbytes_per_cta
     bounds = (gl.load(inside), gl.load(inside + 1))
     s = 0
     phase = 1
@@ -131,7 +136,7 @@ def produce(
         for n in gl.static_range(FIELDS + 1):
             pipe.block.index(n).store(gl.full([1], values[n], gl.int32, ONE))
         keys_full = pipe.keys_full.index(0)
-        mbarrier.expect(keys_full, 2 * CONSUMERS * k_desc.nbytes_per_cta)
+        mbarrier.expect(keys_full, CONSUMERS * (k_desc.nbytes_per_cta + v_desc.nbytes_per_cta))
         for n in gl.static_range(CONSUMERS):
             tma.async_load(k_desc, [row + n * ROWS, head, 0], keys_full, as_block(pipe.k.index(n), k_desc))
             tma.async_load(v_desc, [row + n * ROWS, head, 0], keys_full, as_block(pipe.v.index(n), v_desc))
@@ -179,7 +184,6 @@ def add_tiles(
     dk, dv = sums
     keys, runs = rows
     s, phase = places
-    D: gl.constexpr = pipe.D
     BQ: gl.constexpr = pipe.BQ
     none = gl.zeros([ROWS, BQ], gl.float32, accumulator(BQ))
     for step in range(span[0], span[1]):
@@ -195,7 +199,7 @@ def add_tiles(
             row, _, _ = tile_of(step, tiles, BQ)
             scores = gl.where(seen_from(keys, row, runs, BQ), scores, LOW)
         p = gl.exp2(scores)
-        of_values = as_operand(p, dout.dtype, D)
+        of_values = as_operand(p, dout.dtype, pipe.V)
         if CAP is not None:
             slope = 1.0 - shares * shares
             p = gl.where(p != 0.0, p * slope, 0.0) if MASKED else p * slope
@@ -204,7 +208,7 @@ def add_tiles(
         ds = p * (products - numbers_of(pipe.along, s, BQ))
         if MASKED:  # keys outside may be NaN, and so are their products with dout
             ds = gl.where(p != 0.0, ds, 0.0)
-        dk = warpgroup_mma(as_operand(ds, q.dtype, D), q, dk, is_async=True)
+        dk = warpgroup_mma(as_operand(ds, q.dtype, pipe.D), q, dk, is_async=True)
         dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
         mbarrier.arrive(pipe.empty.index(s), count=1)
         s, phase = advance(s, phase, pipe.STAGES)
@@ -217,7 +221,7 @@ def consume(
     WHICH: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = pipe.D
-    OF_SUMS: gl.constexpr = accumulator(D)
+    V: gl.constexpr = pipe.V
     places = (0, 0)
     keys_phase = 0
     bounds = (gl.load(inside), gl.load(inside + 1))
@@ -229,7 +233,7 @@ def consume(
         rows = (keys, runs)
         tiles = (number, left, right, steps, bounds)
         masked = left + right
-        sums = (gl.zeros([ROWS, D], gl.float32, OF_SUMS), gl.zeros([ROWS, D], gl.float32, OF_SUMS))
+        sums = (gl.zeros([ROWS, D], gl.float32, accumulator(D)), gl.zeros([ROWS, V], gl.float32, accumulator(V)))
         for _ in range(group):
             sums, places = add_tiles(pipe, sums, places, tiles, (0, masked), rows, SCALE, CAP, True, WHICH)
             sums, places = add_tiles(pipe, sums, places, tiles, (masked, steps), rows, SCALE, CAP, False, WHICH)
@@ -249,10 +253,10 @@ def consume(
 @gluon.jit
 def packed_attention_dkv_kernel(
     q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, first, end, inside, blocks, dk_desc, dv_desc, dk, dv,
-    sizes, D: gl.constexpr, BQ: gl.constexpr, STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
-    FACTOR: gl.constexpr, SECTION: gl.constexpr,
+    sizes, D: gl.constexpr, V: gl.constexpr, BQ: gl.constexpr, STAGES: gl.constexpr, SCALE: gl.constexpr,
+    CAP: gl.constexpr, FACTOR: gl.constexpr, SECTION: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, BQ, STAGES)
+    pipe = make_pipeline(k_desc.dtype, D, V, BQ, STAGES)
     group = sizes[2]
     runs = (first, end)
     loads = (pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, blocks, inside, sizes, SECTION)
@@ -279,24 +283,23 @@ def in_tiles(
 def gradients_of_keys(
     spec: Spec, tiles: Tiles, arrays: Arrays, lse: jax.Array, along: jax.Array, dout: jax.Array, *, cores: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(dk, dv) [S, K, H]. lse, along: of `row_numbers`."""
+    """(dk [S, K, H], dv [S, K, V]). lse, along: of `row_numbers`."""
     q, k, v, first, end, inside, _ = arrays
     numbers = in_tiles(tiles.bq, inside, first, end, lse, along)
-    (_, N, D), (S, K, _) = q.shape, k.shape
-    width = max(16, power_of_2(D))
-    block = (CONSUMER_ROWS, 1, width)
-    layout = tile_layout(k.dtype, block)
-    boxes = [TensorDescriptor.from_array(x, block, layout=layout) for x in (k, v)]
+    (_, N, D), (S, K, V) = q.shape, v.shape
+    shapes = [(CONSUMER_ROWS, 1, padded(x)) for x in (k, v)]
+    results = [OutTile(shape, tile_layout(k.dtype, shape), result=i) for i, shape in enumerate(shapes)]
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     boxes_of_numbers = [TensorDescriptor.from_array(x, (1, tiles.bq), layout=flat) for x in numbers[2:]]
     blocks = key_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
-    result = out_struct(k.shape, k.dtype, like=k)
     scale, cap = scales(spec)
     return triton_call(
-        *window_boxes((q, dout), tiles.bq), *boxes_of_numbers, *boxes, *numbers[:2], inside,
-        Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, layout), OutTile(block, layout, result=1),
+        *(window_box(x, tiles.bq, padded(x)) for x in (q, dout)), *boxes_of_numbers,
+        *(row_box(x, padded(x)) for x in (k, v)), *numbers[:2], inside,
+        Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), *results,
         kernel=packed_attention_dkv_kernel, name="packed_attention_dkv", grid=min(cores, blocks.shape[0] * K),
-        out_type=(result, result), flops=8 * spec.pairs * N * D, sizes=(blocks.shape[0], K, N // K), D=width,
+        out_type=tuple(out_struct(x.shape, x.dtype, like=x) for x in (k, v)), flops=4 * spec.pairs * N * (D + V),
+        sizes=(blocks.shape[0], K, N // K), D=padded(k), V=padded(v),
         BQ=tiles.bq, STAGES=tiles.stages, SCALE=scale, CAP=cap, FACTOR=spec.scale,
-        SECTION=min(max(section(q) * K // N, 1), K),
+        SECTION=min(max(section(q, dout) * K // N, 1), K),
     )  # fmt: skip

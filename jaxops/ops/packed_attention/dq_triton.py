@@ -19,9 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxops._lib.arrays.manual_axes import out_struct
-from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.gluon.gemm_triton import advance
-from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
+from jaxops._lib.gluon.launch_triton import OutTile, Scratch, triton_call
 from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.stores_triton import as_block, tile_layout
 from jaxops.ops.packed_attention.fwd_triton import (
@@ -31,15 +30,17 @@ from jaxops.ops.packed_attention.fwd_triton import (
     capped,
     for_sums,
     make_pipeline,
+    padded,
     produce,
     read_block,
+    row_box,
     scales,
     section,
     seen_keys,
     start_scores,
     steps_of,
     tile_of,
-    window_boxes,
+    window_box,
 )
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, query_blocks
@@ -123,10 +124,11 @@ def consume(
 @gluon.jit
 def packed_attention_dq_kernel(
     q_desc, k_desc, v_desc, dout_desc, first, end, lse, along, blocks, dq_desc, dq, T, sizes, D: gl.constexpr,
+    V: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FACTOR: gl.constexpr, SECTION: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, BK, STAGES, CONSUMERS, True)
+    pipe = make_pipeline(k_desc.dtype, D, 1, V, BK, STAGES, CONSUMERS, True)
     of_rows = (first, end, lse, along)
     gl.warp_specialize([
         (consume, (pipe, dq_desc, of_rows, T, SCALE, CAP, FACTOR, 0)),
@@ -140,19 +142,17 @@ def gradient_of_q(
 ) -> jax.Array:
     """dq [T, N, H]. lse, along: of `row_numbers`."""
     q, k, v, first, end, *_ = arrays
-    (T, N, D), (S, K, _) = q.shape, k.shape
-    width = max(16, power_of_2(D))
-    block = (CONSUMER_ROWS, 1, width)
-    layout = tile_layout(q.dtype, block)
-    boxes = [TensorDescriptor.from_array(x, block, layout=layout) for x in (q, dout)]
+    (T, N, D), (S, K, V) = q.shape, v.shape
+    block = (CONSUMER_ROWS, 1, padded(q))
     blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     scale, cap = scales(spec)
     return triton_call(
-        boxes[0], *window_boxes((k, v), tiles.bk), boxes[1], first, end, lse, along,
-        Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, layout),
+        row_box(q, padded(q)), *(window_box(x, tiles.bk, padded(x)) for x in (k, v)), row_box(dout, padded(v)),
+        first, end, lse, along, Scratch(jnp.append(blocks.ravel(), jnp.int32(0))),
+        OutTile(block, tile_layout(q.dtype, block)),
         kernel=packed_attention_dq_kernel, name="packed_attention_dq", grid=min(cores, blocks.shape[0] * N),
-        out_type=out_struct(q.shape, q.dtype, like=q), flops=6 * spec.pairs * N * D, T=T,
-        sizes=(blocks.shape[0], N, N // K), D=width, BK=tiles.bk, STAGES=tiles.stages,
+        out_type=out_struct(q.shape, q.dtype, like=q), flops=2 * spec.pairs * N * (2 * D + V), T=T,
+        sizes=(blocks.shape[0], N, N // K), D=padded(q), V=padded(v), BK=tiles.bk, STAGES=tiles.stages,
         CONSUMERS=tiles.bq // CONSUMER_ROWS, SCALE=scale, CAP=cap, FACTOR=spec.scale,
-        SECTION=min(N // K * section(k), N),
+        SECTION=min(N // K * section(k, v), N),
     )  # fmt: skip

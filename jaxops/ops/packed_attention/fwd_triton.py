@@ -30,7 +30,7 @@ from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, 
 from jaxops._lib.gluon.layouts_triton import accumulator, one_number
 from jaxops._lib.gluon.stores_triton import as_block, tile_layout
 from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
-from jaxops.ops.packed_attention.plan import HOPPER_WIDEST_APART, Arrays, Spec, Tiles
+from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, hopper_apart, key_columns
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS as _ROWS
 from jaxops.ops.packed_attention.visible import FIELDS as _FIELDS
 from jaxops.ops.packed_attention.visible import query_blocks
@@ -49,8 +49,9 @@ LOW = gl.constexpr(-math.inf)  # of a masked key
 class Pipeline:
     """Shared memory and its synchronisation.
 
-    q: [CONSUMERS, ROWS, D]. k, v: [STAGES, BK, D]. out: as q; the same memory where there is no room for both. The
-    backward loads dout into it.
+    q: [CONSUMERS * PARTS, ROWS, D]. k: [STAGES * PARTS, BK, D]. v: [STAGES, BK, V]. out: [CONSUMERS, ROWS, V]; q's
+    memory where there is no room for both. The backward loads dout into it.
+    PARTS: of D columns, which make a head of q and k: its columns are no power of two.
     block: what the consumers must know of a block: FIELDS numbers and the head.
     *_full, *_empty: an mbarrier a stage; q has one stage.
     order: an mbarrier for each consumer, on which it waits before it issues a step's products.
@@ -69,6 +70,8 @@ class Pipeline:
     v_empty: gl.shared_memory_descriptor
     order: gl.shared_memory_descriptor
     D: gl.constexpr
+    PARTS: gl.constexpr
+    V: gl.constexpr
     BK: gl.constexpr
     STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
@@ -85,25 +88,27 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def make_pipeline(
-    dtype: gl.constexpr, D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    APART: gl.constexpr,
+    dtype: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     OF_KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, D], dtype)
+    OF_VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, V], dtype)
+    OF_OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], OF_ROWS)
+    q = gl.allocate_shared_memory(dtype, [CONSUMERS * PARTS, ROWS, D], OF_ROWS)
     out = q
     if APART:
-        out = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], OF_ROWS)
+        out = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, V], OF_OUT)
     return Pipeline(
         q,
-        gl.allocate_shared_memory(dtype, [STAGES, BK, D], OF_KEYS),
-        gl.allocate_shared_memory(dtype, [STAGES, BK, D], OF_KEYS),
+        gl.allocate_shared_memory(dtype, [STAGES * PARTS, BK, D], OF_KEYS),
+        gl.allocate_shared_memory(dtype, [STAGES, BK, V], OF_VALUES),
         out,
         gl.allocate_shared_memory(gl.int32, [FIELDS + 1, 1], FLAT),
         make_barriers(1, 1), make_barriers(1, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
         make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS), make_barriers(CONSUMERS, 1),
-        D, BK, STAGES, CONSUMERS, APART,
+        D, PARTS, V, BK, STAGES, CONSUMERS, APART,
     )  # fmt: skip
 
 
@@ -122,13 +127,15 @@ def tile_of(step, tiles, BK: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(desc, bufs, full, empty, s, phase, tile, head):
+def load_keys(desc, bufs, full, empty, s, phase, tile, head, PARTS: gl.constexpr):
     """A tile's keys or values, as the last rows of a stage. The window starts with the tile, so that TMA fills the rows
     before it with zeros, as it does the columns behind a head's."""
     first, end = tile
     mbarrier.wait(empty.index(s), phase)
-    mbarrier.expect(full.index(s), desc.nbytes_per_cta)
-    tma.async_load(desc, [first, end - bufs.shape[1] - first, head, 0], full.index(s), as_block(bufs.index(s), desc))
+    mbarrier.expect(full.index(s), PARTS * desc.nbytes_per_cta)
+    for n in gl.static_range(PARTS):
+        box = [first, end - bufs.shape[1] - first, head, n * bufs.shape[2]]
+        tma.async_load(desc, box, full.index(s), as_block(bufs.index(s * PARTS + n), desc))
 
 
 @gluon.jit
@@ -167,22 +174,28 @@ def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.
         for n in gl.static_range(FIELDS + 1):
             pipe.block.index(n).store(gl.full([1], values[n], gl.int32, ONE))
         q_full = pipe.q_full.index(0)
-        PARTS: gl.constexpr = pipe.CONSUMERS if dout_desc is None else 2 * pipe.CONSUMERS
-        mbarrier.expect(q_full, PARTS * q_desc.nbytes_per_cta)
+        if dout_desc is None:
+            mbarrier.expect(q_full, pipe.CONSUMERS * pipe.PARTS * q_desc.nbytes_per_cta)
+        else:
+            mbarrier.expect(q_full, pipe.CONSUMERS * (q_desc.nbytes_per_cta + dout_desc.nbytes_per_cta))
         for n in gl.static_range(pipe.CONSUMERS):
-            box = [row + n * ROWS, head, 0]
-            tma.async_load(q_desc, box, q_full, as_block(pipe.q.index(n), q_desc))
+            for part in gl.static_range(pipe.PARTS):
+                box = [row + n * ROWS, head, part * pipe.D]
+                tma.async_load(q_desc, box, q_full, as_block(pipe.q.index(n * pipe.PARTS + part), q_desc))
             if dout_desc is not None:
-                tma.async_load(dout_desc, box, q_full, as_block(pipe.out.index(n), dout_desc))
+                tma.async_load(dout_desc, [row + n * ROWS, head, 0], q_full, as_block(pipe.out.index(n), dout_desc))
         steps = steps_of(least, most, BK)
         tiles = (steps, least, most, right)
         for step in range(steps + 1):
             if step < steps:
-                load_keys(k_desc, pipe.k, pipe.k_full, pipe.k_empty, k_s, k_phase, tile_of(step, tiles, BK), kv_head)
+                load_keys(
+                    k_desc, pipe.k, pipe.k_full, pipe.k_empty, k_s, k_phase, tile_of(step, tiles, BK), kv_head,
+                    pipe.PARTS,
+                )  # fmt: skip
                 k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
             if step > 0:
                 load_keys(
-                    v_desc, pipe.v, pipe.v_full, pipe.v_empty, v_s, v_phase, tile_of(step - 1, tiles, BK), kv_head
+                    v_desc, pipe.v, pipe.v_full, pipe.v_empty, v_s, v_phase, tile_of(step - 1, tiles, BK), kv_head, 1
                 )
                 v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
         t = gl.num_programs(0) + finish_fetch_add(following)
@@ -203,11 +216,11 @@ def seen_keys(at, end, runs, BK: gl.constexpr):
 @gluon.jit
 def capped(products, CAP: gl.constexpr):
     """As shares of the cap; without one unchanged."""
-    if CAP is None:
-        return products
-    return gl.inline_asm_elementwise(
-        "tanh.approx.f32 $0, $1;", "=f,f", [products * CAP], dtype=gl.float32, is_pure=True, pack=1
-    )
+    if CAP is not None:
+        products = gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [products * CAP], dtype=gl.float32, is_pure=True, pack=1
+        )
+    return products
 
 
 @gluon.jit
@@ -231,22 +244,27 @@ def softmax(scores, top, total, at, end, runs, SCALE: gl.constexpr, MASKED: gl.c
 
 
 @gluon.jit
-def as_operand(p, dtype: gl.constexpr, D: gl.constexpr):
-    """Probabilities as the left operand, in registers: each thread has the numbers that it needs."""
-    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, accumulator(D), 2), assert_trivial=True)
+def as_operand(p, dtype: gl.constexpr, COLUMNS: gl.constexpr):
+    """Probabilities as the left operand of sums of so many columns, in registers: each thread has the numbers that it
+    needs."""
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, accumulator(COLUMNS), 2), assert_trivial=True)
 
 
 @gluon.jit
-def for_sums(x, D: gl.constexpr):
-    """A number a row, as a factor on sums of D columns."""
-    return gl.convert_layout(x, gl.SliceLayout(1, accumulator(D)), assert_trivial=True)[:, None]
+def for_sums(x, COLUMNS: gl.constexpr):
+    """A number a row, as a factor on sums of so many columns."""
+    return gl.convert_layout(x, gl.SliceLayout(1, accumulator(COLUMNS)), assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def start_scores(pipe, s, phase, WHICH: gl.constexpr):
     mbarrier.wait(pipe.k_full.index(s), phase)
-    none = gl.zeros([ROWS, pipe.BK], gl.float32, accumulator(pipe.BK))
-    return warpgroup_mma(pipe.q.index(WHICH), pipe.k.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
+    scores = gl.zeros([ROWS, pipe.BK], gl.float32, accumulator(pipe.BK))
+    for n in gl.static_range(pipe.PARTS):
+        q = pipe.q.index(WHICH * pipe.PARTS + n)
+        k = pipe.k.index(s * pipe.PARTS + n)
+        scores = warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=n > 0, is_async=True)
+    return scores
 
 
 @gluon.jit
@@ -261,7 +279,7 @@ def attend(
     """
     acc, p, top, total = state
     k_s, k_phase, v_s, v_phase, parity = places
-    D: gl.constexpr = pipe.D
+    V: gl.constexpr = pipe.V
     for step in range(span[0], span[1]):
         mbarrier.wait(pipe.order.index(WHICH), parity)
         parity ^= 1
@@ -277,8 +295,8 @@ def attend(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
         v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
-        acc *= for_sums(before, D)
-        p = as_operand(new, pipe.v.dtype, D)
+        acc *= for_sums(before, V)
+        p = as_operand(new, pipe.v.dtype, V)
     return (acc, p, top, total), (k_s, k_phase, v_s, v_phase, parity)
 
 
@@ -300,7 +318,7 @@ def consume(
     pipe, out_desc, first_ptr, end_ptr, sinks_ptr, lse_ptr, T, SCALE: gl.constexpr, CAP: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = pipe.D
+    V: gl.constexpr = pipe.V
     BK: gl.constexpr = pipe.BK
     OF_ROW: gl.constexpr = gl.SliceLayout(1, accumulator(BK))
     k_s = 0
@@ -331,8 +349,8 @@ def consume(
         else:  # has an exponential and no value
             top = gl.maximum(top, gl.load(sinks_ptr + head) * LOG2)
             p, top, total, _ = softmax(scores, top, 0.25, at, end, runs, SCALE, True)
-        acc = gl.zeros([ROWS, D], gl.float32, accumulator(D))
-        state = (acc, as_operand(p, pipe.v.dtype, D), top, total)
+        acc = gl.zeros([ROWS, V], gl.float32, accumulator(V))
+        state = (acc, as_operand(p, pipe.v.dtype, V), top, total)
         places = (k_s, k_phase, v_s, v_phase, parity)
         state, places = attend(pipe, state, places, tiles, (1, masked), runs, SCALE, CAP, True, WHICH)
         span = (max(masked, 1), steps)
@@ -349,7 +367,7 @@ def consume(
         sees = first < stop
         total = gl.where(sees, gl.convert_layout(gl.sum(total, 1), OF_ROW), 1.0)
         # Rows outside the sequences may hold NaN: selected, not multiplied.
-        out = gl.where(for_sums(sees, D), acc * for_sums(1.0 / total, D), 0.0)
+        out = gl.where(for_sums(sees, V), acc * for_sums(1.0 / total, V), 0.0)
         tma.store_wait(0)
         pipe.out.index(WHICH).store(out.to(out_desc.dtype))
         fence_async_shared()
@@ -369,11 +387,11 @@ def consume(
 
 @gluon.jit
 def packed_attention_fwd_kernel(
-    q_desc, k_desc, v_desc, first, end, sinks, blocks, out_desc, out, lse, T, sizes, D: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, SECTION: gl.constexpr,
-    APART: gl.constexpr,
+    q_desc, k_desc, v_desc, first, end, sinks, blocks, out_desc, out, lse, T, sizes, D: gl.constexpr,
+    PARTS: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    SCALE: gl.constexpr, CAP: gl.constexpr, SECTION: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, BK, STAGES, CONSUMERS, APART)
+    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, BK, STAGES, CONSUMERS, APART)
     loads = (pipe, q_desc, k_desc, v_desc, None, blocks, sizes, SECTION)
     if CONSUMERS == 2:
         gl.warp_specialize([
@@ -393,19 +411,27 @@ def packed_attention_fwd_kernel(
 _L2_BYTES = 2**25  # of keys and values of a section of heads: two thirds of L2
 
 
-def window_boxes(arrays: tuple[jax.Array, ...], rows: int) -> list[TensorDescriptor]:
-    """Of arrays [S, K, H], boxes of so many rows of a head, of windows that start at each row: [first row of the
+def window_box(x: jax.Array, rows: int, columns: int) -> TensorDescriptor:
+    """Of x [S, K, H] a box of so many rows and columns of a head, of windows that start at each row: [first row of the
     window, row in it, head, column]. Columns past H are zeros."""
-    S, K, D = arrays[0].shape
-    window = (1, rows, 1, max(16, power_of_2(D)))
-    layout = tile_layout(arrays[0].dtype, window)
-    return [TensorDescriptor(x, (S, rows, K, D), (K * D, K * D, D, 1), window, layout) for x in arrays]
+    (S, K, D), window = x.shape, (1, rows, 1, columns)
+    return TensorDescriptor(x, (S, rows, K, D), (K * D, K * D, D, 1), window, tile_layout(x.dtype, window))
 
 
-def section(x: jax.Array) -> int:
-    """Heads of x [rows, heads, H], and of an array beside it, that L2 holds at a time."""
-    T, _, D = x.shape
-    return max(_L2_BYTES // (2 * T * D * x.dtype.itemsize), 1)
+def row_box(x: jax.Array, columns: int) -> TensorDescriptor:
+    """Of x [T, N, H] a box of a consumer's rows of a head."""
+    block = (_ROWS, 1, columns)
+    return TensorDescriptor.from_array(x, block, layout=tile_layout(x.dtype, block))
+
+
+def padded(x: jax.Array) -> int:
+    """Columns of a head of x [rows, heads, H] in shared memory."""
+    return max(16, power_of_2(x.shape[2]))
+
+
+def section(x: jax.Array, y: jax.Array) -> int:
+    """Heads of x and y [rows, heads, H] that L2 holds at a time."""
+    return max(_L2_BYTES // (x.shape[0] * (x.shape[2] + y.shape[2]) * x.dtype.itemsize), 1)
 
 
 def scales(spec: Spec) -> tuple[float, float | None]:
@@ -416,23 +442,22 @@ def scales(spec: Spec) -> tuple[float, float | None]:
 
 
 def forward_triton(spec: Spec, tiles: Tiles, arrays: Arrays, *, cores: int) -> tuple[jax.Array, jax.Array]:
-    """(out [T, N, H], lse float32 [N, T]: each row's base 2 logarithm of the sum of exponentials). No size is 0."""
+    """(out [T, N, V], lse float32 [N, T]: each row's base 2 logarithm of the sum of exponentials). No size is 0."""
     q, k, v, first, end, _, sinks = arrays
-    (T, N, D), (S, K, _) = q.shape, k.shape
+    (T, N, D), (S, K, V) = q.shape, v.shape
     scale, cap = scales(spec)
     q = -q if scale < 0 else q  # so that the largest product is the largest score
     scale = max(abs(scale), 1e-30)  # 0 times a masked score's -inf were NaN
-    width = max(16, power_of_2(D))
-    block = (_ROWS, 1, width)
-    layout = tile_layout(q.dtype, block)
+    block = (_ROWS, 1, padded(v))
+    columns, part = key_columns(D)
     blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     rows = blocks.shape[0]
     return triton_call(
-        TensorDescriptor.from_array(q, block, layout=layout), *window_boxes((k, v), tiles.bk), first, end, sinks,
-        Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, layout),
+        row_box(q, part), window_box(k, tiles.bk, part), window_box(v, tiles.bk, padded(v)), first, end, sinks,
+        Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), OutTile(block, tile_layout(q.dtype, block)),
         kernel=packed_attention_fwd_kernel, name="packed_attention_fwd", grid=min(cores, rows * N),
-        out_type=(out_struct(q.shape, q.dtype, like=q), out_struct((N, T), jnp.float32, like=q)),
-        flops=4 * spec.pairs * N * D, T=T, sizes=(rows, N, N // K), D=width, BK=tiles.bk, STAGES=tiles.stages,
-        CONSUMERS=tiles.bq // _ROWS, SCALE=scale, CAP=cap, SECTION=min(N // K * section(k), N),
-        APART=D <= HOPPER_WIDEST_APART,
+        out_type=(out_struct((T, N, V), q.dtype, like=q), out_struct((N, T), jnp.float32, like=q)),
+        flops=2 * spec.pairs * N * (D + V), T=T, sizes=(rows, N, N // K), D=part, PARTS=columns // part,
+        V=padded(v), BK=tiles.bk, STAGES=tiles.stages, CONSUMERS=tiles.bq // _ROWS, SCALE=scale, CAP=cap,
+        SECTION=min(N // K * section(k, v), N), APART=hopper_apart((D, V)),
     )  # fmt: skip

@@ -159,8 +159,7 @@ def _cudnn_cannot(p: Problem, device: Device) -> str:
 
 _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
 HOPPER_BACKWARD_WIDEST = 128  # likewise of the Hopper backward, whose programs hold sums of two rows
-HOPPER_WIDEST_APART = 128  # of the Hopper forward, where the result has shared memory of its own
-HOPPER_THREEFOLD = 64  # likewise with three warp groups, which have 160 registers a thread
+HOPPER_THREEFOLD = 64  # of the Hopper forward with three warp groups, which have 160 registers a thread
 
 
 def _triton_cannot(p: Problem) -> str:
@@ -198,27 +197,41 @@ def _kernel(pass_name: str, call: Call[Problem, Plan]) -> str:
 
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     if _kernel(pass_name, call) == "triton":
-        most = 64 if call.problem.head_dim > 128 else 128  # columns of scores in registers, beside those of the sums
+        most = 64 if max(call.problem.widths) > 128 else 128  # columns of scores in registers, beside those of the sums
         owned, looped, names = (tiles.bk, tiles.bq, "bk bq") if pass_name == "dkv" else (tiles.bq, tiles.bk, "bq bk")
-        three = pass_name == "fwd" and call.problem.head_dim <= HOPPER_THREEFOLD
+        three = pass_name == "fwd" and max(call.problem.widths) <= HOPPER_THREEFOLD
         if not ((owned, tiles.warps) == (128, 8) or (three and tiles.threefold)) or not 64 <= looped <= most:
             own, other = names.split()
             needed = f"{own}=128 and warps=8{' (or 192 and 12)' if three else ''}, and {other} from 64 to {most}"
             raise ValueError(f"plan.{pass_name}={tiles}: this needs {needed}.")
-        if (needed := hopper_bytes(pass_name, tiles, call.problem.head_dim)) > HOPPER_SHARED_BYTES:
+        if (needed := hopper_bytes(pass_name, tiles, call.problem.widths)) > HOPPER_SHARED_BYTES:
             raise ValueError(f"plan.{pass_name}={tiles} needs {needed} bytes of shared memory: use fewer stages.")
     elif tiles.threefold:
         raise ValueError(f"plan.{pass_name}={tiles}: three warp groups are of the Hopper forward, not of this.")
     return tiles
 
 
-def hopper_bytes(pass_name: str, tiles: Tiles, head_dim: int) -> int:
+def key_columns(width: int) -> tuple[int, int]:
+    """Columns of a head of q and k in the Hopper kernels' shared memory, and of each of its parts."""
+    if 128 < width <= 192:
+        return 192, 64
+    columns = max(16, power_of_2(width))
+    return columns, columns
+
+
+def hopper_apart(widths: tuple[int, int]) -> bool:
+    """Whether there is room for the Hopper forward's result beside q."""
+    return widths[0] <= 192 or widths[1] <= 128
+
+
+def hopper_bytes(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> int:
     """Shared memory of the Hopper kernels: the rows that a program owns, of two arrays (of q alone in the forward of
     wide heads); the stages of two others; two float32 numbers for each of dkv's queries; mbarriers."""
     owned, looped = (tiles.bk, tiles.bq) if pass_name == "dkv" else (tiles.bq, tiles.bk)
-    shared = pass_name == "fwd" and head_dim > HOPPER_WIDEST_APART
-    rows = (1 if shared else 2) * owned + 2 * tiles.stages * looped
-    return 2 * max(16, power_of_2(head_dim)) * rows + 8 * tiles.stages * looped * (pass_name == "dkv") + 1024
+    keys = key_columns(widths[0])[0]
+    both = keys + max(16, power_of_2(widths[1]))
+    own = both if pass_name != "fwd" or hopper_apart(widths) else keys
+    return 2 * (owned * own + tiles.stages * looped * both) + 8 * tiles.stages * looped * (pass_name == "dkv") + 1024
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
@@ -257,7 +270,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
             return Tiles(64, 128, 8, 3) if wide or problem.soft_cap else Tiles(128, 128, 8, 2)
         if pass_name == "dq":
             return Tiles(128, 64, 8, 3)
-        if problem.head_dim > 128:
+        if max(problem.widths) > 128:
             return Tiles(128, 64, 8, 2)
         return Tiles(128, 128, 8, 2) if wide or problem.soft_cap else Tiles(192, 128, 12, 3)
     if not half:

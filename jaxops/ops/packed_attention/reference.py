@@ -5,27 +5,13 @@ import jax.numpy as jnp
 
 
 def packed_attention_reference(
-    q, k, v, sequence_offsets, *, causal=False, kv_offsets=None, scale=None, window=None, visible_until=None,
-    sinks=None, soft_cap=None,
-) -> jax.Array:  # fmt: skip
+    q, k, v, sequence_offsets, *, kv_offsets=None, scale=None, sinks=None, soft_cap=None, **masks
+) -> jax.Array:
     """float32 [T, heads, value_dim]; arguments as `jaxops.packed_attention`."""
     keys = sequence_offsets if kv_offsets is None else kv_offsets
-    (T, heads, head_dim), S, B = q.shape, k.shape[0], sequence_offsets.shape[0] - 1
-    t, s = jnp.arange(T)[:, None], jnp.arange(S)[None, :]
-    mask = jnp.zeros((T, S), bool)
-    for b in range(B):  # sequence by sequence, as the mask is defined
-        start, stop, ends = keys[b], keys[b + 1], sequence_offsets[b + 1]
-        mine = (sequence_offsets[b] <= t) & (t < ends) & (start <= s) & (s < stop)
-        ahead = (stop - s) - (ends - t)  # of the last row that both have: below 0 for a later key
-        if causal:
-            mine &= ahead >= 0
-        if visible_until is not None:
-            mine &= s < visible_until[:, None]
-        if window is not None:
-            mine &= ahead <= window
-            if not causal and visible_until is None:
-                mine &= ahead >= -window
-        mask |= mine
+    (T, heads, head_dim), S = q.shape, k.shape[0]
+    s = jnp.arange(S)[None, :]
+    mask = _mask(jnp.arange(T)[:, None], s, sequence_offsets, keys, **masks)
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     queried, seen = jnp.any(mask, axis=1), (keys[0] <= s[0]) & (s[0] < keys[-1])
     q = jnp.where(queried[:, None, None], q, 0)
@@ -44,3 +30,22 @@ def packed_attention_reference(
     total += jnp.sum(exponentials, axis=2, keepdims=True)
     weights = exponentials / jnp.where(queried[:, None], total, 1)
     return jnp.where(queried[:, None, None], jnp.einsum("nts,snh->tnh", weights, v, precision="highest"), 0)
+
+
+def _mask(t, s, offsets, keys, causal=False, window=None, visible_until=None) -> jax.Array:
+    """Bool [T, S]: which keys s [1, S] each row t [T, 1] sees."""
+    mask = jnp.zeros((t.shape[0], s.shape[1]), bool)
+    for b in range(offsets.shape[0] - 1):  # sequence by sequence, as the mask is defined
+        start, stop, ends = keys[b], keys[b + 1], offsets[b + 1]
+        mine = (offsets[b] <= t) & (t < ends) & (start <= s) & (s < stop)
+        ahead = (stop - s) - (ends - t)  # of the last row that both have: below 0 for a later key
+        if causal:
+            mine &= ahead >= 0
+        if visible_until is not None:
+            mine &= s < visible_until[:, None]
+        if window is not None:
+            mine &= ahead <= window
+            if not causal and visible_until is None:
+                mine &= ahead >= -window
+        mask |= mine
+    return mask

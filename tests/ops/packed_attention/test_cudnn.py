@@ -1,5 +1,6 @@
 """cuDNN's ragged layout: what it is given, with a stand-in for JAX's private names; and on a GPU, itself."""
 
+import dataclasses
 import functools
 import types
 
@@ -80,6 +81,16 @@ def test_where_jax_has_no_such_names(lacking, monkeypatch):
     assert make_plan(PLAIN, A100).backend == "xla"
     with pytest.raises(NotImplementedError, match=r"cannot run this: JAX .* has no jax\._src.* with MaskType and dot"):
         make_plan(PLAIN, A100, backend="cudnn")
+
+
+@pytest.mark.parametrize(
+    "lacking", [{"sinks": True}, {"soft_cap": True}, {"value_dim": 32}], ids=lambda x: next(iter(x))
+)
+def test_what_it_lacks(lacking):
+    problem = dataclasses.replace(PLAIN, **lacking)
+    assert make_plan(problem, H200).backend != "cudnn"
+    with pytest.raises(NotImplementedError, match="it has no sinks, no soft_cap and no other head_dim of v"):
+        make_plan(problem, H200, backend="cudnn")
 
 
 def test_this_jax_has_the_names():

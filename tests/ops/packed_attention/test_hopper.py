@@ -120,6 +120,13 @@ def test_wide_heads():
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize(("dim", "values"), [(144, 24), (24, 136), (40, 16), (16, 40)])
+def test_values_of_another_width(dim, values):
+    """One of them wide, or none."""
+    check("unequal", "causal-window", NARROW, dim=dim, values=values)
+
+
+@pytest.mark.hopper
 def test_large_scores():
     """Scores of 2**20 and more: the right result, and NaN gradients; the other sequence's are finite."""
     q, k, v, dout = (x.astype("bfloat16") for x in arrays(0, 40, dim=16))

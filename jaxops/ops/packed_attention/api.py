@@ -23,8 +23,9 @@ from jaxops._lib.arrays.checks import (
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.precision import resolve_precision
 from jaxops._lib.arrays.residual_names import named
+from jaxops.ops.packed_attention.bwd_pallas import backward_pallas
 from jaxops.ops.packed_attention.cudnn import attend_cudnn
-from jaxops.ops.packed_attention.kernels_pallas import backward_pallas, forward_pallas
+from jaxops.ops.packed_attention.fwd_pallas import forward_pallas
 from jaxops.ops.packed_attention.plan import HOPPER_BACKWARD_WIDEST, PLANNER, Arrays, Plan, Problem, Spec
 from jaxops.ops.packed_attention.visible import most_pairs, visible_rows
 from jaxops.ops.packed_attention.xla import backward_xla, forward_xla

@@ -44,8 +44,8 @@ def packed_attention(
     the offsets stay on the device, and new values never recompile. No row sees another sequence, whatever the offsets
     are; but a NaN or infinity in k or v of one sequence may make rows of its neighbours NaN, as zero times NaN is NaN.
     Rows outside all sequences are written as zeros; their input values (NaN included) affect no output and no gradient.
-    So are rows that see nothing. Differentiable (reverse mode) in q, k, v and sinks. Deterministic, but for
-    cuDNN's backward.
+    So are rows that see nothing. Differentiable (reverse mode) in q, k, v and sinks. Deterministic, but for cuDNN's
+    backward.
 
     >>> import jax.numpy as jnp, jaxops
     >>> x = jnp.arange(5.)[:, None, None]
@@ -63,9 +63,9 @@ def packed_attention(
     Array([0., 1., 1., 3., 0.], dtype=float32)
 
     Args:
-      q: [T, heads, head_dim], bfloat16, float16 or float32. Scores, softmax and sums are float32. A row
-        whose largest score is 2**20 or more in magnitude has the right output and NaN gradients: float32 scores are an
-        eighth apart there, too coarse for the backward. Only cuDNN's gradients of such rows are wrong.
+      q: [T, heads, head_dim], bfloat16, float16 or float32. Scores, softmax and sums are float32. A row whose largest
+        score is 2**20 or more in magnitude has the right output and NaN gradients: float32 scores are an eighth
+        apart there, too coarse for the backward. Only cuDNN's gradients of such rows are wrong.
       k: [S, kv_heads, head_dim] in q's dtype; heads / kv_heads queries share a key and a value.
       v: [S, kv_heads, value_dim] in q's dtype; value_dim may be another than head_dim (DeepSeek has 128 and 192).
       sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T. Other values give unspecified rows, but no access
@@ -83,15 +83,13 @@ def packed_attention(
       soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`, as in Gemma 2; None for no cap. "triton" has the
         GPU's approximate tanh.
       precision: of float32 products, as in `jax.lax.dot`. None follows `jax_default_matmul_precision`.
-      longest: rows of the longest sequence that may come, if known: a hint, for backends whose cost depends on it. By
-        "cudnn", which takes it with crowd, a longer sequence makes all results NaN.
-      crowd: for "cudnn", at most how many sequences start within rows 0 to longest - 1, longest to 2 * longest - 1 and
-        so on; B by default. More sequences make all results NaN. cuDNN's time and memory grow with it: a step of a DiT
-        takes 171 ms with 4, 185 with 64 (H200, 2026-11-22).
-      backend: "auto" takes "cudnn" where it can (on a GPU, bfloat16 or float16, causal or whole sequences), but for
-        causal sequences with `longest` up to 2,048; "pallas" for these and for other masks, and "xla" elsewhere.
-        "triton" (on Hopper, bfloat16 or float16; the backward is that of "pallas"), "cudnn", "pallas" (interpreted on a
-        CPU) or "xla" runs or raises.
+      longest: rows of the longest sequence that may come, if known: only for the estimate of what a call costs, by
+        which XLA schedules and `jaxops.profiling` reports.
+      crowd: has no effect any more; a DeprecationWarning.
+      backend: "auto" takes "triton", the kernels for Hopper, for bfloat16 and float16 and a head_dim and value_dim that
+        are multiples of 8 up to 256 (Python 3.12; above 128 the backward is that of "pallas"). Elsewhere it takes
+        "cudnn" where that can run (on a GPU, bfloat16 or float16, causal or whole sequences), "pallas" on a GPU for
+        other masks, sinks and soft_cap, and "xla". Each of them runs or raises ("pallas" is interpreted on a CPU).
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
@@ -101,13 +99,14 @@ def packed_attention(
       ValueError: shapes that do not fit together, causal with visible_until, a soft_cap that is not positive, an
         unknown backend.
       TypeError: unsupported dtypes, numbers that are no Python numbers; forward-mode differentiation (JAX's error).
-      NotImplementedError: a backend that cannot run this call, such as "cudnn" of float32, with visible_until
-        or with sinks; a precision algorithm that the kernels do not have.
+      NotImplementedError: a backend that cannot run this call, such as "cudnn" of float32, with visible_until or with
+        sinks; a precision algorithm that the kernels do not have.
 
     Residuals: named "attention.q", "attention.k", "attention.v", "attention.out", "attention.lse"; all of cuDNN's are
     "attention.cudnn".
 
-    Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); the mask of text and images is that of Transfusion (Zhou et
+    Source: FlashAttention-2 and, on Hopper, FlashAttention-3 (Dao 2023, arXiv:2307.08691; Shah et al. 2024,
+    arXiv:2407.08608); the mask of text and images is that of Transfusion (Zhou et
     al. 2024, arXiv:2408.11039).
     """
     causal = check_flag("causal", causal)

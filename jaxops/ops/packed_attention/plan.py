@@ -187,7 +187,8 @@ def _auto(problem: Problem, device: Device) -> str:
     if not _cudnn_cannot(p, device):
         return "cudnn"
     kernels = device.has(AMPERE) and max(p.widths) <= _WIDEST
-    return "pallas" if kernels and (p.mask == "rows" or p.cross or p.sinks or p.soft_cap) else "xla"
+    more = p.mask == "rows" or p.cross or p.sinks or p.soft_cap or len({*p.widths}) > 1
+    return "pallas" if kernels and more else "xla"
 
 
 def _kernel(pass_name: str, call: Call[Problem, Plan]) -> str:

@@ -204,6 +204,10 @@ def test_plans():
     problem = Problem(64, 64, 4, 2, 128, "bfloat16")
     plan = make_plan(problem, H200, backend="triton")
     assert plan.fwd == Tiles(128, 128, 8, 2)
+    for change in ({}, {"mask": "rows", "cross": True}, {"sinks": True, "soft_cap": True}, {"head_dim": 256}):
+        assert make_plan(dataclasses.replace(problem, **change), H200).backend == "triton"
+    for change in ({"dtype": "float32"}, {"head_dim": 264}, {"head_dim": 12}):
+        assert make_plan(dataclasses.replace(problem, **change), H200).backend == "xla"
     assert make_plan(dataclasses.replace(problem, head_dim=64), H200, backend="triton").fwd == Tiles(192, 128, 12, 3)
     with pytest.raises(ValueError, match="this needs bq=128 and warps=8, and bk from 64 to 128"):
         make_plan(problem, H200, plan=Plan("triton", fwd=Tiles(64, 64, 4, 2)))

@@ -17,7 +17,7 @@ else:
     Recipe = Literal[Fp8Linear.recipes]  # by which a configuration is checked
 Backend = Literal["auto", "pallas", "xla"]
 BACKENDS = typing.get_args(Backend)
-Attends = Literal["auto", "cudnn", "pallas", "xla"]  # backends of `jaxops.packed_attention`
+Attends = Literal["auto", "triton", "cudnn", "pallas", "xla"]  # backends of `jaxops.packed_attention`
 DTYPES = typing.get_args(Dtype)
 
 
@@ -45,8 +45,8 @@ def for_this_machine() -> str:
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 
-def cudnn_attends(dtype: Any) -> bool:
-    """Whether cuDNN's attention is available for this dtype: on a GPU, and not for float32."""
+def gpu_attends(dtype: Any) -> bool:
+    """Whether a GPU's kernels for attention are available for this dtype: cuDNN's or jaxops', not for float32."""
     return jax.default_backend() == "gpu" and dtype != "float32"
 
 

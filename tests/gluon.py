@@ -19,6 +19,7 @@ from jaxops._lib.gluon.schedule_triton import schedule_groups_kernel, schedule_p
 from jaxops._lib.planning.device import Device
 from jaxops.ops.fp8_matmul.gemm_triton import fp8_gemm_kernel
 from jaxops.ops.fp8_matmul.unit_triton import fp8_unit_kernel
+from jaxops.ops.packed_attention.fwd_triton import packed_attention_fwd_kernel
 from tests.hopper import lower_for_h200, on_h200
 from tests.jaxprs import equations
 
@@ -28,6 +29,7 @@ KERNELS, COMPILED = (
     (
         fp8_gemm_kernel,
         fp8_unit_kernel,
+        packed_attention_fwd_kernel,
         ragged_gemm_kernel,
         schedule_groups_kernel,
         schedule_parts_kernel,

@@ -194,7 +194,8 @@ def attention_reference(q, k, v, dout, sequences: Sequences) -> dict[str, jax.Ar
 
     def of_sequence(index):
         rows, inside = index
-        mask = inside[None, :] & (rows[None, :] < sequences.until[rows][:, None])
+        seen = (rows[None, :] >= sequences.first[rows][:, None]) & (rows[None, :] < sequences.until[rows][:, None])
+        mask = inside[None, :] & seen
 
         def of_head(operands):
             def attend(q, k, v):

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.shapes import visible_until
+from benchmarks.shapes import visible_from, visible_until
 
 _LONGEST_MULTIPLE = 128
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("offsets", "ids", "until"), meta_fields=("longest", "mask")
+    jax.tree_util.register_dataclass, data_fields=("offsets", "ids", "first", "until"), meta_fields=("longest", "mask")
 )
 @dataclasses.dataclass(frozen=True)
 class Sequences:
@@ -22,13 +22,14 @@ class Sequences:
     Attributes:
       offsets: [B + 1], of the sequences.
       ids: [T], each row's sequence.
-      until: [T], the first row that each row sees no more.
+      first, until: [T], the first row that each row sees, and the first after it that it sees no more.
       longest: a static bound of the lengths.
       mask: of `shapes.ATTENTION_MASKS`.
     """
 
     offsets: jax.Array
     ids: jax.Array
+    first: jax.Array
     until: jax.Array
     longest: int
     mask: str
@@ -38,7 +39,8 @@ class Sequences:
         lengths = np.diff(offsets)
         longest = -(-int(lengths.max()) // _LONGEST_MULTIPLE) * _LONGEST_MULTIPLE
         ids = jnp.asarray(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
-        return cls(jnp.asarray(offsets), ids, jnp.asarray(visible_until(mask, offsets)), longest, mask)
+        first, until = (jnp.asarray(of(mask, offsets)) for of in (visible_from, visible_until))
+        return cls(jnp.asarray(offsets), ids, first, until, longest, mask)
 
     def rows(self) -> tuple[jax.Array, jax.Array]:
         """For each position in [B, longest] blocks: the packed row, and whether the sequence reaches it."""

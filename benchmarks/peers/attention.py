@@ -11,18 +11,20 @@ import jax.numpy as jnp
 
 import jaxops
 from benchmarks.harness.packing import Sequences, to_blocks, to_packed
+from benchmarks.shapes import WINDOWS
 from jaxops.ops.packed_attention import Plan
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Sequences], jax.Array]
 
 
-def own(plan: Plan | None = None, hints: bool = False) -> Attend:
-    """`jaxops.packed_attention`: as a user calls it, or by a plan; hints: with the longest sequence's length."""
+def own(plan: Plan | None = None) -> Attend:
+    """`jaxops.packed_attention`: as a user calls it, or by a plan."""
 
     def attend(q, k, v, sequences):
-        how: dict[str, Any] = {"plan": plan} | ({"longest": sequences.longest} if hints else {})
+        how: dict[str, Any] = {"plan": plan, "causal": sequences.mask in ("causal", *WINDOWS)}
         how |= {"visible_until": sequences.until} if sequences.mask == "text_and_images" else {}
-        return jaxops.packed_attention(q, k, v, sequences.offsets, causal=sequences.mask == "causal", **how)
+        how |= {"window": WINDOWS[sequences.mask] - 1} if sequences.mask in WINDOWS else {}
+        return jaxops.packed_attention(q, k, v, sequences.offsets, **how)
 
     return attend
 
@@ -32,7 +34,7 @@ def masked(implementation: Literal["xla", "cudnn"]) -> Attend:
 
     def attend(q, k, v, sequences):
         row = jnp.arange(q.shape[0], dtype=jnp.int32)
-        mask = (sequences.ids[:, None] == sequences.ids[None, :]) & (row[None, :] < sequences.until[:, None])
+        mask = (row[None, :] >= sequences.first[:, None]) & (row[None, :] < sequences.until[:, None])
         how: dict[str, Any] = {"mask": mask[None, None], "implementation": implementation}
         return jax.nn.dot_product_attention(q[None], k[None], v[None], **how)[0]
 
@@ -46,9 +48,11 @@ def padded(implementation: Literal["xla", "cudnn"]) -> Attend:
         lengths = jnp.diff(sequences.offsets)
         q, k, v = (to_blocks(x, sequences) for x in (q, k, v))
         how: dict[str, Any] = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
-        if sequences.mask == "text_and_images":
+        if sequences.mask not in ("whole", "causal"):
             rows, _ = sequences.rows()
-            how = {"mask": (rows[:, None, :] < sequences.until[rows][:, :, None])[:, None]} | how
+            of_rows = rows[:, None, :]
+            mask = (of_rows >= sequences.first[rows][:, :, None]) & (of_rows < sequences.until[rows][:, :, None])
+            how = {"mask": mask[:, None]} | how
         causal = sequences.mask == "causal"
         out = jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation, **how)
         return to_packed(out, sequences)
@@ -58,7 +62,6 @@ def padded(implementation: Literal["xla", "cudnn"]) -> Attend:
 
 SIDES: dict[str, Attend] = {
     "jaxops": own(),
-    "jaxops_longest": own(hints=True),
     "jaxops_cudnn": own(Plan("cudnn")),
     "jaxops_pallas": own(Plan("pallas")),
     "jaxops_blocks": own(Plan("xla")),

@@ -316,7 +316,8 @@ class AttentionShape:
         return {"fwd": 2, "fwd+bwd": 7}[pass_name] * 2 * self.N * self.H * pairs
 
 
-ATTENTION_MASKS = ("whole", "causal", "text_and_images")
+WINDOWS = {"window_4096": 4096, "window_1024": 1024}  # causal; rows that a row sees, itself one of them
+ATTENTION_MASKS = ("whole", "causal", "text_and_images", *WINDOWS)
 _PART = 256  # rows of a part of text, or of an image
 
 
@@ -333,10 +334,16 @@ def visible_until(mask: str, offsets: np.ndarray) -> np.ndarray:
     return np.where((part % 2 == 1) & (mask == "text_and_images"), of_image, row + 1).astype(np.int32)
 
 
+def visible_from(mask: str, offsets: np.ndarray) -> np.ndarray:
+    """int32 [T]: the first row that each row sees."""
+    start = np.repeat(offsets[:-1], np.diff(offsets)).astype(np.int32)
+    row = np.arange(offsets[-1], dtype=np.int32)
+    return np.maximum(start, row + 1 - WINDOWS[mask]) if mask in WINDOWS else start
+
+
 def visible_pairs(mask: str, offsets: np.ndarray) -> int:
     """Pairs of a query and a key that it sees."""
-    start = np.repeat(offsets[:-1].astype(np.int64), np.diff(offsets))
-    return int(np.sum(visible_until(mask, offsets) - start))
+    return int(np.sum(visible_until(mask, offsets) - visible_from(mask, offsets).astype(np.int64)))
 
 
 ATTENTION = by_name(
@@ -345,6 +352,9 @@ ATTENTION = by_name(
     AttentionShape("t16384_16x64", 16384, 16, 64, 16),
     AttentionShape("t16384_24x128", 16384, 24, 128, 24),
     AttentionShape("t16384_32x128_kv8", 16384, 32, 128, 8),
+    AttentionShape("t16384_16x96", 16384, 16, 96, 16),
+    AttentionShape("t16384_16x192", 16384, 16, 192, 16),
+    AttentionShape("t16384_16x256", 16384, 16, 256, 16),
     AttentionShape("t65536_16x64", 65536, 16, 64, 16),
     AttentionShape("t65536_32x128_kv8", 65536, 32, 128, 8),
 )

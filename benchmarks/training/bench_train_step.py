@@ -151,7 +151,7 @@ def dit(
       parts: computes on one device what a mesh with so many parts of a batch does; None for a batch without parts.
     """
     preset = with_model(preset, backend=backend, **PRECISIONS[precision]._asdict())
-    sizes = train_dit.sizes_of(preset, token=16, classes=1000, longest=preset.longest, crowd=4)
+    sizes = train_dit.sizes_of(preset, token=16, classes=1000, longest=preset.longest)
     count = parts or parts_of(mesh)
     each = dataclasses.replace(preset, tokens=preset.tokens // count, images=preset.images // count)
     packed = [[images(each, sizes, step * count + part) for part in range(count)] for step in range(steps)]

@@ -76,7 +76,7 @@ class PackedAttention(nnx.Module):
         head_dim = in_features // num_heads if head_dim is None else head_dim
         in_kv_features = in_features if in_kv_features is None else in_kv_features
         check_sizes(head_dim=head_dim, in_kv_features=in_kv_features)
-        check_backend(backend, "cudnn", "pallas")
+        check_backend(backend, "triton", "cudnn", "pallas")
         check_dtypes(dtype, param_dtype)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.in_features, self.in_kv_features = in_features, in_kv_features

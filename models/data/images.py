@@ -52,13 +52,6 @@ class DataSet:
     sample_sizes: tuple[tuple[int, int], ...]
     remark: str = ""
 
-    @functools.cached_property
-    def crowd(self) -> int:
-        """At most how many images start within `longest` tokens of a batch."""
-        drawn = [height * width // self.patch**2 for height, width in self.sample_sizes]
-        counts = token_counts(self.train, self.patch) + token_counts(self.heldout, self.patch) + drawn
-        return -(-self.longest // min(counts))
-
 
 class Batch(NamedTuple):
     """The tokens of some images, one image after another.

@@ -8,7 +8,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from jaxops.offload import Policy
 from models.distributed.tensor_parallel import check_heads
-from models.precision import Backend, Dtype, Recipe
+from models.precision import Attends, Backend, Dtype, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,8 @@ class DecoderConfig:
       recipe: FP8 recipe of attention's and the gated units' products (`jaxops.fp8_matmul`); None for dtype. Embedding,
         router and logits are never in FP8.
       fp8_experts: whether the recipe is for the experts, the shared one included, too.
-      attention: "xla" or "cudnn" (bfloat16, on a GPU, `plain_attention` without a window shorter than the rows).
+      attention: backend of `jaxops.packed_attention`; all but "xla" are for bfloat16 on a GPU and `plain_attention`
+        without a window shorter than the rows.
       max_documents: of a row, padding included; cuDNN needs it where documents share rows. With more the results are
         NaN. The training command raises it to what its data needs.
       backend: of the experts' products, and of all FP8 products.
@@ -125,7 +126,7 @@ class DecoderConfig:
     dtype: Dtype = "float32"
     recipe: Recipe | None = None
     fp8_experts: bool = True
-    attention: Literal["xla", "cudnn"] = "xla"
+    attention: Attends = "xla"
     max_documents: PositiveInt | None = None
     backend: Backend = "auto"
     policy: Policy | None = None

@@ -51,11 +51,12 @@ def within_documents(starts: jax.Array, max_documents: int, backend: str) -> Att
     """Causal attention within documents: all rows are one packing of them. NaN if there are more."""
     size = starts.shape[0] * max_documents + 1
     offsets = jnp.nonzero(starts.ravel(), size=size, fill_value=starts.size)[0].astype(jnp.int32)
-    limits: dict[str, Any] = {"longest": starts.shape[1], "crowd": max_documents}
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-        out = jaxops.packed_attention(flat[0], flat[1], flat[2], offsets, causal=True, backend=backend, **limits)
+        out = jaxops.packed_attention(
+            flat[0], flat[1], flat[2], offsets, causal=True, longest=starts.shape[1], backend=backend
+        )
         return jnp.where(offsets[-1] == starts.size, out.reshape(q.shape), jnp.nan)
 
     return attend
@@ -166,8 +167,8 @@ class Decoder(nnx.Module):
         """Causal attention within documents [B, T] that start there; within rows without documents."""
         c, T = self.config, starts.shape[1]
         slides = c.window is not None and c.window < T
-        if c.attention == "cudnn" and (slides or not c.plain_attention):
-            raise ValueError("attention is 'cudnn', and the model has windows, sinks or latents: write xla.")
+        if c.attention != "xla" and (slides or not c.plain_attention):
+            raise ValueError(f"attention is {c.attention!r}, and the model has windows, sinks or latents: write xla.")
         plain = self._plain(starts, shared=documents is not None)
         at = jnp.arange(T, dtype=jnp.int32)
 
@@ -186,14 +187,15 @@ class Decoder(nnx.Module):
         c = self.config
         if c.attention == "xla":
             return within_documents(starts, starts.shape[1] if shared else 1, "xla")
-        if not shared:
+        if not shared and c.attention == "cudnn":
             return cudnn_rows
-        if c.max_documents is None:
+        documents = c.max_documents if shared else 1
+        if documents is None:
             raise ValueError(
-                "attention is 'cudnn' and documents share rows: DecoderConfig.max_documents must say how many at the "
-                "most."
+                f"attention is {c.attention!r} and documents share rows: DecoderConfig.max_documents must say how many "
+                "at the most."
             )
-        return within_documents(starts, c.max_documents, "cudnn")
+        return within_documents(starts, documents, c.attention)
 
     def layers(self) -> list[Block]:
         """All blocks in order, one by one."""

@@ -36,7 +36,6 @@ class DiTConfig:
       token: values of a token, patch * patch * channels.
       classes: labels; one more is "any class" (Ho & Salimans 2022, arXiv:2207.12598).
       longest: tokens of the largest image.
-      crowd: at most how many images start within `longest` tokens, for cuDNN's attention; None for any number.
       dtype: of the computation; parameters, residual stream and loss are float32.
       recipe: FP8 recipe of the blocks' products; None for dtype. The embeddings of tokens, times and labels, the
         modulations (a row an image) and the output projection are never in FP8.
@@ -60,7 +59,6 @@ class DiTConfig:
     dtype: Dtype = "float32"
     recipe: Recipe | None = None
     attention: Attends = "auto"
-    crowd: int | None = None
     backend: Backend = "auto"
     policy: Policy | None = None
     unroll: bool = False
@@ -135,9 +133,7 @@ class Attention(nnx.Module):
         c = self.config
         (qkv,) = wide(y, self.qkv)
         q, k, v = jnp.unstack(qkv.reshape(-1, c.heads // devices(), 3, c.width // c.heads), axis=2)
-        mixed = jaxops.packed_attention(
-            q, k, v, sequence_offsets, longest=c.longest, crowd=c.crowd, backend=c.attention
-        )
+        mixed = jaxops.packed_attention(q, k, v, sequence_offsets, longest=c.longest, backend=c.attention)
         return checkpoint_name(narrow(mixed.reshape(mixed.shape[0], -1), self.out), "branch.attention")
 
 

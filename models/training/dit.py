@@ -63,20 +63,18 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
             f"a micro-batch has {budget} tokens, and an image may have {data.longest}; change tokens, accumulate or "
             "longest."
         )
-    sizes = sizes_of(
-        preset, token=data.patch**2 * data.channels, classes=len(data.classes), longest=data.longest, crowd=data.crowd
-    )
+    sizes = sizes_of(preset, token=data.patch**2 * data.channels, classes=len(data.classes), longest=data.longest)
     sizes.check_tensor(1 if mesh is None else mesh.shape[TENSOR])
     return sizes
 
 
-def sizes_of(preset: DiTPreset, *, token: int, classes: int, longest: int, crowd: int | None) -> DiTConfig:
+def sizes_of(preset: DiTPreset, *, token: int, classes: int, longest: int) -> DiTConfig:
     """The preset's model, for data of these sizes."""
     named = {
         name: getattr(preset, name)
         for name in ("layers", "width", "heads", "dtype", "recipe", "attention", "backend", "policy", "unroll", "sums")
     }
-    return DiTConfig(token=token, classes=classes, longest=longest, crowd=crowd, **named)
+    return DiTConfig(token=token, classes=classes, longest=longest, **named)
 
 
 @dataclasses.dataclass(frozen=True)

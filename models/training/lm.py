@@ -26,7 +26,7 @@ from models.generate.sampling import Sampling
 from models.generate.slots import generate, lowered
 from models.generate.streaming import TextStream
 from models.hf.config import OF_A_RUN, fitting, read_config
-from models.precision import cudnn_attends
+from models.precision import gpu_attends
 from models.training import config, launch, loop
 from models.training.config import Options, option
 from models.training.lm_data import CHAT_FILES, checkpoint_folder, choose_tokenizer, read_corpus, tokenizer_files
@@ -57,8 +57,8 @@ class LmOptions(Options):
 def with_attention(preset: Preset) -> Preset:
     """The preset with this machine's attention."""
     model = preset.model
-    cudnn = cudnn_attends(model.dtype) and model.plain_attention and model.window is None
-    return config.with_model(preset, attention="cudnn" if cudnn else "xla")
+    kernels = gpu_attends(model.dtype) and model.plain_attention and model.window is None
+    return config.with_model(preset, attention="auto" if kernels else "xla")
 
 
 def choose(options: LmOptions) -> Preset:

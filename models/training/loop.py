@@ -361,10 +361,8 @@ def train(
         called = graphdef if mesh is None else task.sharded_graphdef(mesh)
         step, evaluate, placed = make_step(called, task, mesh), make_evaluate(called, task, mesh), place(heldout, mesh)
         before = max(run.saved_steps(), default=0)
-        if before < preset.steps:
-            # The profiler compiles its step.
-            if not run.profile:
-                compiling.start("step", step, shapes, place(batches(before), mesh), key)
+        if before < preset.steps and not run.profile:  # the profiler compiles its step
+            compiling.start("step", step, shapes, place(batches(before), mesh), key)
         created = compiling.run(create)  # not before the step is lowered: both need Python
         if before < preset.steps:
             compiling.start("evaluate", evaluate, kept(shapes), shapes.histories, placed, heldout_key)

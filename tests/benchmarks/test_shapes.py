@@ -74,6 +74,9 @@ def test_masks():
     lengths = np.diff(offsets).astype(int)
     assert shapes.visible_pairs("whole", offsets) == sum(lengths**2)
     assert shapes.visible_pairs("causal", offsets) == sum(lengths * (lengths + 1) // 2)
+    assert shapes.visible_pairs("window_1024", offsets) == sum(lengths * (lengths + 1) // 2)
+    long = np.array([0, 2000], np.int32)
+    assert shapes.visible_pairs("window_1024", long) == 1024 * 1025 // 2 + 976 * 1024
     more = sum(range(256)) + sum(range(5))  # pairs within images above the diagonal
     assert shapes.visible_pairs("text_and_images", offsets) == sum(lengths * (lengths + 1) // 2) + more
 

@@ -79,9 +79,9 @@ ADALN_OPS = [
 
 
 def attention_shapes(d: Dims) -> Arguments:
-    T, S, K, G, H, B = (d[name] for name in "TSKGHB")
+    T, S, K, G, H, V, B = (d[name] for name in "TSKGHVB")
     runs = {"visible_until": i32(T), "sequence_offsets": i32(B + 1), "kv_offsets": i32(B + 1)}
-    return {"q": f32(T, K * G, H), "k": f32(S, K, H), "v": f32(S, K, H)} | runs
+    return {"q": f32(T, K * G, H), "k": f32(S, K, H), "v": f32(S, K, V), "sinks": f32(K * G)} | runs
 
 
 def attention_integers(rng: np.random.Generator, d: Dims) -> Arguments:
@@ -134,10 +134,11 @@ ATTENTION_OPS = [
         large=(({"B": 64, "K": 8, "G": 2, "S": 40_000, "H": 128}, {}),),
     ),
     described(
-        "packed_attention", {"T": 23, "S": 26, "K": 2, "G": 2, "H": 10, "B": 4}, attention_shapes, attention_plan,
-        {"window": 7}, local=("q", "k", "v", "visible_until", "sequence_offsets", "kv_offsets"),
+        "packed_attention", {"T": 23, "S": 26, "K": 2, "G": 2, "H": 10, "V": 6, "B": 4}, attention_shapes,
+        attention_plan, {"window": 7, "soft_cap": 2.0},
+        local=("q", "k", "v", "visible_until", "sequence_offsets", "kv_offsets"),
         integers=attention_integers, outside=attention_outside,
-        large=(({"T": 1_200_000, "S": 1_200_000, "K": 4, "G": 4, "H": 128, "B": 64}, {}),),
+        large=(({"T": 1_200_000, "S": 1_200_000, "K": 4, "G": 4, "H": 128, "V": 128, "B": 64}, {}),),
     ),
 ]  # fmt: skip
 

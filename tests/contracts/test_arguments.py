@@ -98,7 +98,7 @@ RULES = {
         (-1, -1e-9, float("nan"), float("inf")),
     ),
     "causal": FLAG,
-    "crowd": Rule((None, 1, np.int64(2)), COUNT, (0, -1)),
+    "crowd": Rule((None,), COUNT, (0, -1)),  # others are a warning
     "route.k": Rule((1, np.int64(2)), COUNT, (0, -1, 9)),
     "ignore_index": Rule((0, -1, np.int32(3)), (*COUNT, None)),
     "label_smoothing": Rule((0, 0.5, np.float32(1)), ("1", None, True, ARRAY), (-0.1, 1.5, float("nan"))),

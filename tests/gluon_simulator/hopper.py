@@ -218,19 +218,21 @@ def mbarrier_arrive(mbarrier: Buffer, increment_count=True) -> None:
 
 
 class Flight:
-    """A wgmma that was started: reads its operands and its accumulator at any time until it is waited for."""
+    """A wgmma that was started: reads its operands and its accumulator at any time until it is waited for. A may be in
+    registers."""
 
-    def __init__(self, a: Buffer, b: Buffer, acc: Tensor, use_acc: bool):
+    def __init__(self, a: Buffer | Tensor, b: Buffer, acc: Tensor, use_acc: bool):
         self.agent, self.where = machine.current(), machine.where()
         self.result = np.full(acc.data.shape, np.nan, np.float32)
         self.reads = []
         # In a cluster A's rows are divided as the accumulator's.
         whole = own_part(a.shape, (acc.halves[0], False)), own_part(b.shape, (False, False))
         for operand, part in zip((a, b), whole, strict=True):
-            access = Access(self.agent, "read", True, over=False)
-            operand.read(access, part)
-            self.reads.append(access)
-        left, right = a.view(whole[0]), b.view(whole[1])
+            if isinstance(operand, Buffer):
+                access = Access(self.agent, "read", True, over=False)
+                operand.read(access, part)
+                self.reads.append(access)
+        left, right = a.used()[whole[0]] if isinstance(a, Tensor) else a.view(whole[0]), b.view(whole[1])
         rows, into = whole[0][0], self.result
         before = acc.data if use_acc else None
 
@@ -253,7 +255,7 @@ class Flight:
             read.finish()
 
 
-def warpgroup_mma(a: Buffer, b: Buffer, acc: Tensor, *, use_acc=True, is_async=False) -> Tensor:
+def warpgroup_mma(a: Buffer | Tensor, b: Buffer, acc: Tensor, *, use_acc=True, is_async=False) -> Tensor:
     agent, use_acc = machine.current(), true(use_acc)
     (m, k), (k2, n) = a.shape, b.shape
     if acc.shape != [m, n] or k != k2 or a.type.itemsize != b.type.itemsize:

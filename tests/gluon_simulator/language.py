@@ -151,6 +151,10 @@ def exp(x: Tensor) -> Tensor:
     return Tensor(np.exp(x.used()), x.type, x.halves)
 
 
+def exp2(x: Tensor) -> Tensor:
+    return Tensor(np.exp2(x.used()), x.type, x.halves)
+
+
 def log2(x: Tensor) -> Tensor:
     with np.errstate(divide="ignore"):  # of 0 it is -inf
         return Tensor(np.log2(x.used()), x.type, x.halves)
@@ -259,8 +263,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack) -> Tens
 
 allocate_shared_memory = Buffer.allocate
 _NAMES = """
-    minimum maximum where cdiv arange full zeros zeros_like convert_layout cast sum max cumsum reduce join exp log2 erf
-    load store atomic_add atomic_max program_id num_programs num_ctas static_assert barrier warp_specialize to_tensor
-    inline_asm_elementwise allocate_shared_memory
+    minimum maximum where cdiv arange full zeros zeros_like convert_layout cast sum max cumsum reduce join exp exp2 log2
+    erf load store atomic_add atomic_max program_id num_programs num_ctas static_assert barrier warp_specialize
+    to_tensor inline_asm_elementwise allocate_shared_memory
 """
 NAMES: dict[str, Any] = {name: globals()[name] for name in _NAMES.split()}

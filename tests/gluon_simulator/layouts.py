@@ -34,6 +34,17 @@ class NVMMADistributedLayout:
 
 
 @dataclasses.dataclass(frozen=True)
+class DotOperandLayout:
+    operand_index: Any
+    parent: Any
+    k_width: Any
+
+    @property
+    def cga_layout(self):
+        return unwrap(self.parent).cga_layout
+
+
+@dataclasses.dataclass(frozen=True)
 class SwizzledSharedLayout:
     vec: int
     per_phase: int

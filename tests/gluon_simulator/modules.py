@@ -87,7 +87,8 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         "triton.experimental.gluon.language",
         **language.NAMES,
         **{name: getattr(layouts, name) for name in (
-            "BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout")},
+            "BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "NVMMASharedLayout",
+            "SwizzledSharedLayout")},
         **TYPES, static_range=language._range, constexpr=constexpr,
         pointer_type=pointer_type, tensor=Tensor, shared_memory_descriptor=Buffer,
     )  # fmt: skip

@@ -89,6 +89,7 @@ INSTRUCTIONS: dict[str, Callable] = {
     "abs.f32": _floats(np.abs), "div.full.f32": _floats(np.divide), "fma.rn.f32": _floats(_fma),
     "fma.rm.f32": _floats(_fma_down), "ex2.approx.ftz.f32": _floats(np.exp2, True),
     "rcp.approx.ftz.f32": _floats(np.reciprocal, True),
+    "tanh.approx.f32": _floats(np.tanh),
     "rsqrt.approx.ftz.f32": _floats(lambda x: 1 / np.sqrt(x), True),
     "cvt.sat.f32.f32": _floats(lambda x: np.where(np.isnan(x), _F32(0), np.clip(x, 0, 1))),
     "cvt.rn.bf16x2.f32": _to_bf16x2, "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3x2,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +19,7 @@ class Type:
     name: str
     numpy: Any
     element_ty: "Type | None" = None
+    layout: ClassVar = None  # of a tensor: not simulated
 
     @property
     def primitive_bitwidth(self) -> int:

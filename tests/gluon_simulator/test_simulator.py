@@ -130,7 +130,7 @@ def test_races(change, says):
     fails(copy_kernel(**change), TWO, results=[TWO], says=says)
 
 
-def product_kernel(*, wait=0, overwrite=False, fence=True):
+def product_kernel(*, wait=0, overwrite=False, fence=True, in_registers=False):
     def kernel(x, y):
         bars, a, buf = barriers(1), tile().index(0), tile().index(0)
         load(x, bars, a)
@@ -138,6 +138,7 @@ def product_kernel(*, wait=0, overwrite=False, fence=True):
         buf.store(gl.full([64, 64], 1.0, BF16, BOX))
         if fence:
             hopper.fence_async_shared()
+        a = a.load(MMA) if in_registers else a
         acc = hopper.warpgroup_mma(a, buf, gl.zeros([64, 64], F32, MMA), is_async=True)
         if overwrite:
             buf.store(gl.full([64, 64], 2.0, BF16, BOX))
@@ -148,8 +149,9 @@ def product_kernel(*, wait=0, overwrite=False, fence=True):
     return kernel
 
 
-def test_products():
-    (found,) = passes(product_kernel(), X, results=[np.zeros((64, 64), np.float32)])
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_products(in_registers):
+    (found,) = passes(product_kernel(in_registers=in_registers), X, results=[np.zeros((64, 64), np.float32)])
     np.testing.assert_array_equal(found, X.astype(np.float32) @ np.ones((64, 64), np.float32))
 
 

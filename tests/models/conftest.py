@@ -12,7 +12,7 @@ from models.training.presets import PRESETS
 from tests.models.interrupted_run import EVERY, TINY, train
 
 # Fields of a model's configuration that change no parameter.
-SAME_STATE = {"max_documents": None, "crowd": None, "policy": None, "unroll": False}
+SAME_STATE = {"max_documents": None, "policy": None, "unroll": False}
 
 
 def _key(task):

@@ -13,7 +13,6 @@ from models.data.image_files import fitting_grid
 from models.data.images import (
     DATA_SETS,
     Batch,
-    DataSet,
     Images,
     every_image_once,
     image_batches,
@@ -113,15 +112,6 @@ def test_what_does_not_fit():
         next(every_image_once(images, PATCH, 23, COUNT))
     with pytest.raises(ValueError, match="2 images of 48 tokens do not fit"):
         pack(images, [0, 1], PATCH, 47, COUNT)
-
-
-@pytest.mark.parametrize("place", range(3), ids=["trained on", "held out", "drawn"])
-def test_a_crowd_is_of_the_smallest_images_there_are(place):
-    """Of 3 tokens, among images of 6: five of them start within 13 tokens."""
-    grids = [(2, 3), (3, 2), (1, 6)]
-    grids[place] = (1, 3)
-    drawn = (PATCH * grids[2][0], PATCH * grids[2][1])
-    assert DataSet(images_of(grids[:1]), images_of(grids[1:2]), ("a",), PATCH, 1, 13, (drawn,)).crowd == 5
 
 
 @pytest.mark.parametrize("name", DATA_SETS)

@@ -202,7 +202,7 @@ class OfDit:
 
     @staticmethod
     def task(preset):
-        return train_dit.DitTask(preset, train_dit.sizes_of(preset, token=4, classes=2, longest=12, crowd=None))
+        return train_dit.DitTask(preset, train_dit.sizes_of(preset, token=4, classes=2, longest=12))
 
     batches = staticmethod(lambda preset: train_dit.make_batches(preset, PICTURES))
 

@@ -12,14 +12,15 @@ OFFSETS = [[0, 70, 70, 300], [11, 40, 168, 290], [-9, 50, 90, 400], [250, 100, 2
 
 
 def packed_attention() -> None:
-    """The three kernels, with every mask, heads of widths that are powers of two or not; `visible_until` valid, then
-    out of bounds."""
+    """The kernels of both backends, with every mask, heads of widths that are powers of two or not; `visible_until`
+    valid, then out of bounds."""
     rng = np.random.default_rng(0)
     for H, dtype in ((64, "bfloat16"), (72, "bfloat16"), (20, "float32")):
         q, k, v, dout = (jnp.asarray(rng.normal(size=(M, n, H)), dtype) for n in (6, 2, 2, 6))
         k, v = k[:217], v[:217]
-        for tiles in (None, attending.Tiles(64, 32, 4, 2), attending.Tiles(32, 64, 4, 1)):
-            plan = attending.Plan("pallas", fwd=tiles, dq=tiles, dkv=tiles)
+        some = (None, attending.Tiles(64, 32, 4, 2), attending.Tiles(32, 64, 4, 1))
+        plans = [attending.Plan("pallas", fwd=tiles, dq=tiles, dkv=tiles) for tiles in some]
+        for plan in [*plans, *([attending.Plan("triton")] if dtype == "bfloat16" else [])]:
 
             @jax.jit
             def run(offsets, until, operands=(q, k, v), dout=dout, plan=plan):
@@ -40,7 +41,7 @@ def packed_attention() -> None:
             for offsets in OFFSETS:
                 for until in (jnp.arange(1, M + 1, dtype=jnp.int32), wild):
                     jax.block_until_ready(run(jnp.array(offsets, jnp.int32), until))
-            print(H, dtype, tiles, "done", flush=True)
+            print(H, dtype, plan, "done", flush=True)
 
 
 def cached_attention() -> None:

@@ -108,14 +108,15 @@ class OutTile:
     """An operand that becomes a TMA descriptor of a result.
 
     Attributes:
-      block: rows and columns of one store.
-      layout: of the shared memory that is stored: of three dimensions for `row_windows`, of two for a plain descriptor.
+      block: of one store: rows and columns; or of the result's dimensions.
+      layout: of the shared memory that is stored: for `row_windows` of one dimension more than the block, for a plain
+        descriptor of as many.
       before: an array that gives its memory and contents to the result; None: uninitialised memory.
       result: number of the result.
       halves: as in `row_windows`.
     """
 
-    block: tuple[int, int]
+    block: tuple[int, ...]
     layout: Any
     before: jax.Array | None = None
     result: int = 0
@@ -247,7 +248,7 @@ def _launch(
         if isinstance(argument, OutTile):
             aliases[number] = argument.result
             before = allocated(*results[argument.result]) if argument.before is None else argument.before
-            if argument.layout.rank == 3:
+            if argument.layout.rank > len(argument.block):
                 arguments[i] = row_windows(before, argument.block, argument.layout, argument.halves)
             else:
                 arguments[i] = TensorDescriptor.from_array(before, argument.block, layout=argument.layout)

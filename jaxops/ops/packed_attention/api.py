@@ -1,12 +1,15 @@
 """The public function: checks, the plan, then the custom_vjp of the passes."""
 
 import functools
+import math
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import sequential_vmap
 
 from jaxops._lib.arrays.checks import (
     check_exact,
@@ -20,9 +23,10 @@ from jaxops._lib.arrays.checks import (
 from jaxops._lib.arrays.differentiable import differentiable, differentiable_as
 from jaxops._lib.arrays.precision import resolve_precision
 from jaxops._lib.arrays.residual_names import named
+from jaxops.ops.packed_attention.bwd_pallas import backward_pallas
 from jaxops.ops.packed_attention.cudnn import attend_cudnn
-from jaxops.ops.packed_attention.kernels_pallas import backward_pallas, forward_pallas
-from jaxops.ops.packed_attention.plan import PLANNER, Arrays, Plan, Problem, Spec
+from jaxops.ops.packed_attention.fwd_pallas import forward_pallas
+from jaxops.ops.packed_attention.plan import HOPPER_BACKWARD_WIDEST, PLANNER, Arrays, Plan, Problem, Spec
 from jaxops.ops.packed_attention.visible import most_pairs, visible_rows
 from jaxops.ops.packed_attention.xla import backward_xla, forward_xla
 
@@ -30,8 +34,9 @@ from jaxops.ops.packed_attention.xla import backward_xla, forward_xla
 def packed_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, *, causal: bool = False,
     kv_offsets: jax.Array | None = None, scale: float | None = None, window: int | None = None,
-    visible_until: jax.Array | None = None, precision: lax.PrecisionLike = None, longest: int | None = None,
-    crowd: int | None = None, backend: str = "auto", plan: Plan | None = None,
+    visible_until: jax.Array | None = None, sinks: jax.Array | None = None, soft_cap: float | None = None,
+    precision: lax.PrecisionLike = None, longest: int | None = None, crowd: int | None = None, backend: str = "auto",
+    plan: Plan | None = None,
 ) -> jax.Array:  # fmt: skip
     """Softmax attention of each row over the rows of its own sequence, of sequences that are packed one after another.
 
@@ -39,7 +44,8 @@ def packed_attention(
     the offsets stay on the device, and new values never recompile. No row sees another sequence, whatever the offsets
     are; but a NaN or infinity in k or v of one sequence may make rows of its neighbours NaN, as zero times NaN is NaN.
     Rows outside all sequences are written as zeros; their input values (NaN included) affect no output and no gradient.
-    So are rows that see nothing. Differentiable (reverse mode) in q, k and v. Deterministic, but for cuDNN's backward.
+    So are rows that see nothing. Differentiable (reverse mode) in q, k, v and sinks. Deterministic, but for cuDNN's
+    backward.
 
     >>> import jax.numpy as jnp, jaxops
     >>> x = jnp.arange(5.)[:, None, None]
@@ -57,10 +63,11 @@ def packed_attention(
     Array([0., 1., 1., 3., 0.], dtype=float32)
 
     Args:
-      q: [T, heads, head_dim], bfloat16, float16 or float32. Scores, softmax and sums are float32. By "pallas" and "xla"
-        a row whose largest score is 2**20 or more in magnitude has the right output and NaN gradients: float32 scores
-        are an eighth apart there, too coarse for the backward. cuDNN's gradients of such rows are wrong.
-      k, v: [S, kv_heads, head_dim] in q's dtype; heads / kv_heads queries share a key and a value.
+      q: [T, heads, head_dim], bfloat16, float16 or float32. Scores, softmax and sums are float32. A row whose largest
+        score is 2**20 or more in magnitude has the right output and NaN gradients: float32 scores are an eighth
+        apart there, too coarse for the backward. Only cuDNN's gradients of such rows are wrong.
+      k: [S, kv_heads, head_dim] in q's dtype; heads / kv_heads queries share a key and a value.
+      v: [S, kv_heads, value_dim] in q's dtype; value_dim may be another than head_dim (DeepSeek has 128 and 192).
       sequence_offsets: [B + 1] int32, non-decreasing, within 0 to T. Other values give unspecified rows, but no access
         out of bounds.
       causal: row i of a sequence sees keys 0 to i of it. Where kv_offsets give a sequence more or fewer keys than
@@ -72,74 +79,88 @@ def packed_attention(
       visible_until: [T] int32, instead of causal: the first row of k and v that each row of q sees no more. A row sees
         from the start of its own sequence (or of its window) up to there, at most to the sequence's end. Of a row of
         text that is its own index + 1, of a row of an image the row after the image.
+      sinks: [heads], a score beside those of the keys, without a value (gpt-oss); its share is lost. float32.
+      soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`, as in Gemma 2; None for no cap. "triton" has the
+        GPU's approximate tanh.
       precision: of float32 products, as in `jax.lax.dot`. None follows `jax_default_matmul_precision`.
-      longest: rows of the longest sequence that may come, if known: a hint, for backends whose cost depends on it. By
-        "cudnn", which takes it with crowd, a longer sequence makes all results NaN.
-      crowd: for "cudnn", at most how many sequences start within rows 0 to longest - 1, longest to 2 * longest - 1 and
-        so on; B by default. More sequences make all results NaN. cuDNN's time and memory grow with it: a step of a DiT
-        takes 171 ms with 4, 185 with 64 (H200, 2026-11-22).
-      backend: "auto" takes "cudnn" where it can (on a GPU, bfloat16 or float16, causal or whole sequences), but for
-        causal sequences with `longest` up to 2,048; "pallas" for these and for other masks, and "xla" elsewhere.
-        "cudnn", "pallas" (interpreted on a CPU) or "xla" runs or raises.
+      longest: rows of the longest sequence that may come, if known: only for the estimate of what a call costs, by
+        which XLA schedules and `jaxops.profiling` reports.
+      crowd: has no effect any more; a DeprecationWarning.
+      backend: "auto" takes "triton", the kernels for Hopper, for bfloat16 and float16 and a head_dim and value_dim that
+        are multiples of 8 up to 256 (Python 3.12; above 128 the backward is that of "pallas"). Elsewhere it takes
+        "cudnn" where that can run (on a GPU, bfloat16 or float16, causal or whole sequences), "pallas" on a GPU for
+        other masks, sinks and soft_cap, and "xla". Each of them runs or raises ("pallas" is interpreted on a CPU).
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
-      [T, heads, head_dim] in q's dtype.
+      [T, heads, value_dim] in q's dtype.
 
     Raises:
-      ValueError: shapes that do not fit together, causal with visible_until, an unknown backend.
+      ValueError: shapes that do not fit together, causal with visible_until, a soft_cap that is not positive, an
+        unknown backend.
       TypeError: unsupported dtypes, numbers that are no Python numbers; forward-mode differentiation (JAX's error).
-      NotImplementedError: a backend that cannot run this call, such as "cudnn" of float32 or with visible_until; a
-        precision algorithm that the kernels do not have.
+      NotImplementedError: a backend that cannot run this call, such as "cudnn" of float32, with visible_until or with
+        sinks; a precision algorithm that the kernels do not have.
 
     Residuals: named "attention.q", "attention.k", "attention.v", "attention.out", "attention.lse"; all of cuDNN's are
     "attention.cudnn".
 
-    Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); the mask of text and images is that of Transfusion (Zhou et
+    Source: FlashAttention-2 and, on Hopper, FlashAttention-3 (Dao 2023, arXiv:2307.08691; Shah et al. 2024,
+    arXiv:2407.08608); the mask of text and images is that of Transfusion (Zhou et
     al. 2024, arXiv:2408.11039).
     """
     causal = check_flag("causal", causal)
     _check_shapes(q, k, v, sequence_offsets, kv_offsets)
-    (T, N, H), (S, K, _) = q.shape, k.shape
+    if q.shape[2] == 0:  # all scores are zero
+        q, k = (jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in (q, k))
+    (T, N, H), (S, K, V) = q.shape, v.shape
     if visible_until is not None:
         what = "for each row of q the first row of k that it sees no more"
         check_exact("visible_until", visible_until, "int32", "[T]", (T,), what)
         if causal:
             hint = "leave causal away: a causal row's visible_until is its own index + 1."
             raise ValueError(f"visible_until and causal=True both say where each row's keys end; {hint}")
-    factor = max(H, 1) ** -0.5 if scale is None else check_number("scale", scale)
+    if sinks is not None:
+        check_exact("sinks", sinks, "float32", "[heads]", (N,), "for each head a score beside those of the keys")
+    if soft_cap is not None and (soft_cap := check_number("soft_cap", soft_cap)) <= 0:
+        raise ValueError(f"soft_cap is {soft_cap}; it must be positive, or None for no cap.")
+    factor = H**-0.5 if scale is None else check_number("scale", scale)
     window = None if window is None else check_integer("window", window, 0)
     longest = None if longest is None else check_integer("longest", longest, 1)
-    crowd = None if crowd is None else check_integer("crowd", crowd, 1)
+    if crowd is not None:
+        check_integer("crowd", crowd, 1)
+        warnings.warn(
+            "packed_attention: crowd has no effect any more; leave it away.", DeprecationWarning, stacklevel=2
+        )
     precision, compute = resolve_precision(precision, q.dtype)
     mask = "rows" if window is not None or visible_until is not None else "causal" if causal else "whole"
-    problem = Problem(T, S, N, K, H, q.dtype.name, mask, kv_offsets is not None, longest)
-    operands, B = (q, k, v, sequence_offsets, kv_offsets, visible_until), sequence_offsets.shape[0] - 1
-    chosen, q, k, v, sequence_offsets, kv_offsets, visible_until = PLANNER.prepare(problem, backend, plan, *operands)
-    if 0 in (T, S, N, H, B):  # no row sees anything
-        return jnp.zeros_like(q)
+    more = V, sinks is not None, soft_cap is not None
+    problem = Problem(T, S, N, K, H, q.dtype.name, mask, kv_offsets is not None, *more)
+    B = sequence_offsets.shape[0] - 1
+    chosen, q, k, v, sequence_offsets, kv_offsets, visible_until, sinks = PLANNER.prepare(
+        problem, backend, plan, q, k, v, sequence_offsets, kv_offsets, visible_until, sinks
+    )
+    if 0 in (T, S, N, V, B):  # no row sees anything
+        return jnp.zeros((T, N, V), q.dtype)
     limits = {"T": T, "S": S, "causal": causal, "window": window}
-    arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits))
+    arrays = Arrays(q, k, v, *visible_rows(sequence_offsets, kv_offsets, visible_until, **limits), sinks=sinks)
     if chosen.backend == "cudnn":
-        # Without a crowd, rows of `longest` take up to 12 % more time than one row of all (H200, 2026-11-24).
-        row = T if longest is None or crowd is None else min(longest, T)
-        options = {"causal": causal, "scale": factor, "longest": row, "crowd": crowd or B}
-        return _cudnn(arrays, sequence_offsets, **options)
+        return _cudnn(arrays, sequence_offsets, causal=causal, scale=factor)
     pairs = most_pairs(T=T, S=S, causal=causal, window=window, free=visible_until is not None, longest=longest)
-    spec = Spec(factor, precision, pairs)
+    spec = Spec(factor, precision, pairs, soft_cap)
     out = _call(spec, chosen, False, *(x.astype(compute) for x in arrays[:3]), *arrays[3:])[0]
     return out.astype(q.dtype)
 
 
 def _check_shapes(q, k, v, sequence_offsets, kv_offsets) -> None:
     check_float("q", q, "[T, heads, head_dim]")
-    for name, x in (("k", k), ("v", v)):
-        check_float(name, x, "[S, kv_heads, head_dim]")
+    for name, x, width in (("k", k, "head_dim"), ("v", v, "value_dim")):
+        check_float(name, x, f"[S, kv_heads, {width}]")
         if x.dtype != q.dtype:
             raise TypeError(f"{name} is {x.dtype} and q is {q.dtype}: cast one of them.")
-        check_size(f"head_dim of {name}", x.shape[2], "that of q", q.shape[2])
-    if k.shape != v.shape:
-        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; they must be equal.")
+    check_size("head_dim of k", k.shape[2], "that of q", q.shape[2])
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; rows and kv_heads must be equal.")
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads % kv_heads if kv_heads else heads:
         needed = "each key and value serves as many heads of q: heads must be a multiple of kv_heads."
@@ -155,7 +176,7 @@ def _check_shapes(q, k, v, sequence_offsets, kv_offsets) -> None:
 
 
 def _cudnn(arrays: Arrays, sequence_offsets: jax.Array, **options: Any) -> jax.Array:
-    q, k, v, first, end, _ = arrays
+    q, k, v, first, end, *_ = arrays
     # Rows in a sequence see themselves, and queries and keys are the same rows.
     inside = (first < end)[:, None, None]
     q, k, v = (jnp.where(inside, x, 0) for x in (q, k, v))
@@ -163,19 +184,26 @@ def _cudnn(arrays: Arrays, sequence_offsets: jax.Array, **options: Any) -> jax.A
     return jnp.where(inside, out, 0)
 
 
-def _forward(spec: Spec, plan: Plan, save: bool, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """(out [T, N, H],), and with `save` lse float32 [N, T], each row's logarithm of the sum of exponentials, which gets
+def _forward(spec: Spec, plan: Plan, save: bool, *operands: Any) -> tuple[jax.Array, ...]:
+    """(out [T, N, V],), and with `save` lse float32 [N, T], each row's logarithm of the sum of exponentials, which gets
     no gradient."""
     arrays = Arrays(*operands)
-    if plan.backend == "pallas":
+    if plan.backend == "triton":
+        from jaxops.ops.packed_attention.fwd_triton import forward_triton  # jax-triton needs Python >= 3.12
+
         assert plan.fwd is not None  # make_plan fills what a backend has
+        kernel = functools.partial(forward_triton, spec, plan.fwd, cores=plan.on.cores)
+        results = sequential_vmap(kernel)(arrays)  # a jax-triton call has no batching rule
+        return results if save else results[:1]
+    if plan.backend == "pallas":
+        assert plan.fwd is not None
         return forward_pallas(spec, plan.fwd, arrays, save=save, interpret=plan.on.interpret)
     assert plan.block is not None
     out, lse = forward_xla(spec, plan.block, arrays)
     return (out, lse) if save else (out,)
 
 
-def _call_fwd(spec: Spec, plan: Plan, save: bool, *operands: jax.Array):
+def _call_fwd(spec: Spec, plan: Plan, save: bool, *operands: Any):
     arrays = Arrays(*operands)
     # _call, not _forward: a second derivative differentiates this.
     q, k, v = (checkpoint_name(getattr(arrays, name), f"attention.{name}") for name in ("q", "k", "v"))
@@ -186,25 +214,43 @@ def _call_fwd(spec: Spec, plan: Plan, save: bool, *operands: jax.Array):
 
 def _call_bwd(spec: Spec, plan: Plan, save: bool, saved, cotangents):
     arrays, out, lse = saved
-    return (*_gradients(spec, plan, arrays, out, lse, cotangents[0]), None, None, None)
+    *of_heads, of_sinks = _gradients(spec, plan, arrays, out, lse, cotangents[0])
+    return (*of_heads, None, None, None, of_sinks)
 
 
-def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array | None, ...]:
+    """Of q, k, v and sinks."""
+    of_heads = _gradients_of_heads(spec, plan, arrays, out, lse, dout)
+    if arrays.sinks is None:
+        return (*of_heads, None)
+    sees = (arrays.first < arrays.end)[None, :]
+    along = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=2).T
+    lse = lse if plan.backend == "xla" else lse * math.log(2)  # the kernels' logarithms have base 2
+    share = jnp.exp(arrays.sinks[:, None] - lse)
+    return (*of_heads, -jnp.sum(jnp.where(sees, share * along, 0), axis=1))
+
+
+def _gradients_of_heads(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, ...]:
     if plan.backend == "xla":
         assert plan.block is not None  # make_plan fills what a backend has
         return backward_xla(spec, plan.block, arrays, out, lse, dout)
     assert plan.dq is not None
     assert plan.dkv is not None
+    if plan.backend == "triton" and max(arrays.q.shape[2], arrays.v.shape[2]) <= HOPPER_BACKWARD_WIDEST:
+        from jaxops.ops.packed_attention.bwd_triton import backward_triton
+
+        backward = functools.partial(backward_triton, spec, plan.dq, plan.dkv, cores=plan.on.cores)
+        return sequential_vmap(backward)(arrays, out, lse, dout)
     return backward_pallas(spec, plan.dq, plan.dkv, arrays, out, lse, dout, interpret=plan.on.interpret)
 
 
-def _plain_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _plain_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array | None, ...]:
     """`_find_gradients` without loops, for a second derivative; out and lse are found again."""
 
-    def forward(q, k, v):
-        return forward_xla(spec, None, arrays._replace(q=q, k=k, v=v))[0]
+    def forward(q, k, v, sinks):
+        return forward_xla(spec, None, arrays._replace(q=q, k=k, v=v, sinks=sinks))[0]
 
-    _, vjp = jax.vjp(forward, *arrays[:3])
+    _, vjp = jax.vjp(forward, *arrays[:3], arrays.sinks)
     return vjp(dout)
 
 

@@ -25,21 +25,12 @@ def cudnn_missing() -> str:
 
 
 def attend_cudnn(
-    q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, *, causal: bool, scale: float, longest: int,
-    crowd: int,
-) -> jax.Array:  # fmt: skip
-    """[T, N, H], differentiable by JAX's own rule; NaN in rows outside is read.
-
-    cuDNN takes sequences by rows of an array, and computes as if each row had as many as the fullest and all were as
-    long as a row: so rows of `longest`, which sequences may cross.
-    """
+    q: jax.Array, k: jax.Array, v: jax.Array, sequence_offsets: jax.Array, *, causal: bool, scale: float
+) -> jax.Array:
+    """[T, N, H], differentiable by JAX's own rule; NaN in rows outside is read."""
     cudnn = _private()
-    T = q.shape[0]
-    rows, crowd = -(-T // longest), max(2, crowd)  # of a single one a row it wants another layout
-    q, k, v = (
-        jnp.pad(x, ((0, rows * longest - T), (0, 0), (0, 0))).reshape(rows, longest, *x.shape[1:]) for x in (q, k, v)
-    )
-    starts, lengths, fits = sequences_by_row(jnp.clip(sequence_offsets, 0, T), rows, longest, crowd)
+    starts, lengths = nonempty_sequences(jnp.clip(sequence_offsets, 0, q.shape[0]))
+    q, k, v = (x[None] for x in (q, k, v))
     out = cudnn.dot_product_attention(
         q,
         k,
@@ -52,26 +43,15 @@ def attend_cudnn(
         scale=scale,
         qkv_layout="BTNH",
     )
-    return jnp.where(fits, out.reshape(-1, *out.shape[2:])[:T], jnp.nan)
+    return out[0]
 
 
-def sequences_by_row(offsets: jax.Array, rows: int, longest: int, crowd: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The nonempty sequences of offsets [B + 1] from 0 to rows * longest, by the row of `longest` in which they start.
-
-    Returns:
-      (starts [rows, crowd + 1] within the row; lengths [rows, crowd], -1 for none; whether all sequences are there and
-      none is too long).
-    """
+def nonempty_sequences(offsets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """starts [1, B + 1] and lengths [1, B] of the sequences that are not empty, then -1. Of a single one cuDNN wants
+    another layout, so B is at least 2."""
+    offsets = offsets if offsets.shape[0] > 2 else jnp.append(offsets, offsets[-1])
     starts, lengths = offsets[:-1], jnp.diff(offsets)
     there = lengths > 0
-    row = jnp.where(there, starts // longest, rows)
-    in_row = jnp.zeros(rows, jnp.int32).at[row].add(1, mode="drop")
-    before = jnp.cumsum(in_row) - in_row
-    place = jnp.cumsum(there) - 1 - before[row]
-    empty = jnp.full((rows, crowd + 1), -1, jnp.int32)
-    fits = jnp.all(~there | ((lengths <= longest) & (place < crowd)))
-    return (
-        empty.at[row, place].set(starts % longest, mode="drop"),
-        empty[:, :-1].at[row, place].set(lengths, mode="drop"),
-        fits,
-    )
+    place = jnp.where(there, jnp.cumsum(there) - 1, offsets.shape[0])
+    empty = jnp.full((1, offsets.shape[0]), -1, jnp.int32)
+    return empty.at[0, place].set(starts, mode="drop"), empty[:, :-1].at[0, place].set(lengths, mode="drop")

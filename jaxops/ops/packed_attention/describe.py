@@ -11,9 +11,11 @@ from jaxops.ops.packed_attention.api import packed_attention
 from jaxops.ops.packed_attention.plan import PLANNER, Problem
 from jaxops.ops.packed_attention.reference import packed_attention_reference
 
+_OPTIONS = ("causal", "kv_offsets", "scale", "window", "visible_until", "sinks", "soft_cap")
+
 
 def _reference(a: Given) -> jax.Array:
-    masks = {name: a[name] for name in ("causal", "kv_offsets", "scale", "window", "visible_until")}
+    masks = {name: a[name] for name in _OPTIONS}
     return packed_attention_reference(a["q"], a["k"], a["v"], a["sequence_offsets"], **masks)
 
 
@@ -67,7 +69,7 @@ DESCRIPTION = Description(
         Function(
             packed_attention,
             residuals=names("attention", "q k v out lse cudnn"),
-            wrt=("q", "k", "v"),
+            wrt=("q", "k", "v", "sinks"),
             reference=_reference,
             reference_bytes=lambda a: 8 * a["q"].shape[0] * a["k"].shape[0] * a["q"].shape[1],
             problem=Problem(16384, 16384, 24, 24, 128, "bfloat16", "causal"),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._lib.arrays.powers import power_of_2
-from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.device import HOPPER_SHARED_BYTES, Device, check_gluon, runs_gluon
 from jaxops._lib.planning.plans import AMPERE, BasePlan, Call, Planner, check_fields
 from jaxops.ops.packed_attention.cudnn import cudnn_missing
 
@@ -22,8 +22,9 @@ class Arrays(NamedTuple):
 
     Attributes:
       q: [T, N, H].
-      k, v: [S, K, H].
+      k, v: [S, K, H] and [S, K, V].
       first, end, inside: of `visible_rows`, int32 [T], [T], [4].
+      sinks: float32 [N], or None.
     """
 
     q: jax.Array
@@ -32,6 +33,7 @@ class Arrays(NamedTuple):
     first: jax.Array
     end: jax.Array
     inside: jax.Array
+    sinks: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,21 +44,30 @@ class Spec:
       scale: factor on the scores.
       precision: of the products.
       pairs: of a query and a key that it sees, at the most, for the launches' costs.
+      soft_cap: of the scores, or None.
     """
 
     scale: float
     precision: lax.Precision
     pairs: int
+    soft_cap: float | None = None
+
+    def capped(self, products: jax.Array, nat: float = 1.0) -> tuple[jax.Array, jax.Array | float]:
+        """(scores, in units of 1 / nat, and the slope of the cap) of products of queries and keys."""
+        if self.soft_cap is None:
+            return self.scale * nat * products, 1.0
+        share = jnp.tanh(self.scale / self.soft_cap * products)
+        return self.soft_cap * nat * share, 1 - share * share
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How one pass of the Pallas kernels is cut into programs.
+    """How one pass of the kernels is cut into programs.
 
     Attributes:
-      bq: rows of queries in a step; a program of fwd and dq owns as many.
-      bk: rows of keys in a step; a program of dkv owns as many. Both are powers of two, at least 16.
-      warps: warps a program (1, 2, 4 or 8).
+      bq: rows of queries in a step; a program of fwd and dq owns as many. Of "triton" 128, or 192 with 12 warps.
+      bk: rows of keys in a step; a program of dkv owns as many. Both are else powers of two, at least 16.
+      warps: warps a program (1, 2, 4 or 8). Of "triton" 8, or 12, beside the producer's.
       stages: pipeline stages of the loop over the other operand's blocks.
     """
 
@@ -66,20 +77,28 @@ class Tiles:
     stages: int = 2
 
     def __post_init__(self):
-        check_fields(self, "bq", "bk", power_of_2=True, least=16)
-        check_fields(self, "warps", power_of_2=True, most=8)
+        check_fields(self, "bk", power_of_2=True, least=16)
+        if not self.threefold:
+            check_fields(self, "bq", power_of_2=True, least=16)
+            check_fields(self, "warps", power_of_2=True, most=8)
         check_fields(self, "stages")
+
+    @property
+    def threefold(self) -> bool:
+        """Whether three warp groups have 64 rows each, which only the Hopper forward has."""
+        return (self.bq, self.warps) == (192, 12)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v).
+    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v). With
+    "triton" and a head_dim above 128 the backward is that of "pallas".
 
     Attributes:
       block: of "xla": rows of queries and of keys in a step of its loops.
     """
 
-    backend: Literal["cudnn", "pallas", "xla"] = "pallas"
+    backend: Literal["triton", "cudnn", "pallas", "xla"] = "pallas"
     block: int | None = None
     fwd: Tiles | None = None
     dq: Tiles | None = None
@@ -101,7 +120,8 @@ class Problem:
       heads, kv_heads, head_dim, dtype: of q and k.
       mask: "whole" or "causal", or "rows" where a window or visible_until says what each row sees.
       cross: keys have offsets of their own.
-      longest: rows of the longest sequence, or None.
+      value_dim: of v; None for that of q and k.
+      sinks, soft_cap: whether there are some.
     """
 
     T: int
@@ -112,7 +132,14 @@ class Problem:
     dtype: str
     mask: Literal["whole", "causal", "rows"] = "whole"
     cross: bool = False
-    longest: int | None = None
+    value_dim: int | None = None
+    sinks: bool = False
+    soft_cap: bool = False
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of a head of q and k, and of v."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
 
 def _cudnn_cannot(p: Problem, device: Device) -> str:
@@ -123,35 +150,101 @@ def _cudnn_cannot(p: Problem, device: Device) -> str:
         return "it has bfloat16 and float16 only, and q is float32"
     if p.mask == "rows" or p.cross:
         return "its ragged layout has no window, no visible_until and no kv_offsets"
+    if p.sinks or p.soft_cap or len({*p.widths}) > 1:
+        return "it has no sinks, no soft_cap and no other head_dim of v"
     if p.head_dim % 8 or p.head_dim > 128:
         return f"it takes a head_dim of at most 128, a multiple of 8, and this is {p.head_dim}"
     return cudnn_missing()
 
 
 _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
-_SHORT = 2048  # rows of the longest causal sequence up to which the kernels are taken where cuDNN can run, too
+HOPPER_BACKWARD_WIDEST = 128  # likewise of the Hopper backward, whose programs hold sums of two rows
+HOPPER_THREEFOLD = 64  # of the Hopper forward with three warp groups, which have 160 registers a thread
+
+
+def _triton_cannot(p: Problem) -> str:
+    """Why the Hopper kernel cannot run it; "" where it can."""
+    if p.dtype == "float32":
+        return "it has bfloat16 and float16 only, and q is float32"
+    for width in p.widths:
+        if width % 8 or width > _WIDEST:
+            return f"it takes a head_dim of at most {_WIDEST}, a multiple of 8, and this is {width}"
+    return ""
+
+
+def _on_hopper(problem: Problem, device: Device) -> bool:
+    return not _triton_cannot(problem) and runs_gluon(device)
 
 
 def _auto(problem: Problem, device: Device) -> str:
-    """cuDNN is 1.2 to 1.8 times as fast as the kernels for one causal sequence, and up to 1.5 times for whole ones, but
-    0.8 to 1.1 times for short causal ones. For other masks the kernels are 6 to 28 times as fast as XLA's ways. Times:
-    docs/notes/2026-11-28_tiles_of_row_ops.md."""
+    """The Hopper kernels are 1.2 to 1.7 times as fast as cuDNN forward, and as fast or up to 1.6 times with backward,
+    where cuDNN's bits differ from run to run. cuDNN is 1.2 to 1.8 times as fast as the Pallas kernels for one causal
+    sequence. For other masks these are 6 to 28 times as fast as XLA's ways. Times:
+    docs/notes/2026-11-29_attention_on_hopper.md, docs/notes/2026-11-28_tiles_of_row_ops.md."""
     p = problem
-    kernels = device.has(AMPERE) and p.head_dim <= _WIDEST
+    if _on_hopper(p, device):
+        return "triton"
     if not _cudnn_cannot(p, device):
-        short = p.mask == "causal" and p.longest is not None and p.longest <= _SHORT
-        return "pallas" if kernels and short else "cudnn"
-    return "pallas" if kernels and (p.mask == "rows" or p.cross) else "xla"
+        return "cudnn"
+    kernels = device.has(AMPERE) and max(p.widths) <= _WIDEST
+    more = p.mask == "rows" or p.cross or p.sinks or p.soft_cap or len({*p.widths}) > 1
+    return "pallas" if kernels and more else "xla"
+
+
+def _kernel(pass_name: str, call: Call[Problem, Plan]) -> str:
+    wide = call.backend == "triton" and pass_name != "fwd" and max(call.problem.widths) > HOPPER_BACKWARD_WIDEST
+    return "pallas" if wide else call.backend
+
+
+def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
+    if _kernel(pass_name, call) == "triton":
+        most = 64 if max(call.problem.widths) > 128 else 128  # columns of scores in registers, beside those of the sums
+        owned, looped, names = (tiles.bk, tiles.bq, "bk bq") if pass_name == "dkv" else (tiles.bq, tiles.bk, "bq bk")
+        three = pass_name == "fwd" and max(call.problem.widths) <= HOPPER_THREEFOLD
+        if not ((owned, tiles.warps) == (128, 8) or (three and tiles.threefold)) or not 64 <= looped <= most:
+            own, other = names.split()
+            needed = f"{own}=128 and warps=8{' (or 192 and 12)' if three else ''}, and {other} from 64 to {most}"
+            raise ValueError(f"plan.{pass_name}={tiles}: this needs {needed}.")
+        if (needed := hopper_bytes(pass_name, tiles, call.problem.widths)) > HOPPER_SHARED_BYTES:
+            raise ValueError(f"plan.{pass_name}={tiles} needs {needed} bytes of shared memory: use fewer stages.")
+    elif tiles.threefold:
+        raise ValueError(f"plan.{pass_name}={tiles}: three warp groups are of the Hopper forward, not of this.")
+    return tiles
+
+
+def key_columns(width: int) -> tuple[int, int]:
+    """Columns of a head of q and k in the Hopper kernels' shared memory, and of each of its parts."""
+    if 128 < width <= 192:
+        return 192, 64
+    columns = max(16, power_of_2(width))
+    return columns, columns
+
+
+def hopper_apart(widths: tuple[int, int]) -> bool:
+    """Whether there is room for the Hopper forward's result beside q."""
+    return widths[0] <= 192 or widths[1] <= 128
+
+
+def hopper_bytes(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> int:
+    """Shared memory of the Hopper kernels: the rows that a program owns, of two arrays (of q alone in the forward of
+    wide heads); the stages of two others; two float32 numbers for each of dkv's queries; mbarriers."""
+    owned, looped = (tiles.bk, tiles.bq) if pass_name == "dkv" else (tiles.bq, tiles.bk)
+    keys = key_columns(widths[0])[0]
+    both = keys + max(16, power_of_2(widths[1]))
+    own = both if pass_name != "fwd" or hopper_apart(widths) else keys
+    return 2 * (owned * own + tiles.stages * looped * both) + 8 * tiles.stages * looped * (pass_name == "dkv") + 1024
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
     problem = call.problem
+    if call.backend == "triton":
+        if why := _triton_cannot(problem):
+            raise NotImplementedError(f"backend='triton' cannot run this: {why}. Use backend='auto' or 'xla'.")
+        check_gluon(call.device)
     if call.backend == "cudnn" and (why := _cudnn_cannot(problem, call.device)):
         raise NotImplementedError(f"backend='cudnn' cannot run this: {why}. Use backend='auto' or 'xla'.")
-    if call.backend == "pallas" and problem.head_dim > _WIDEST:
-        raise NotImplementedError(
-            f"the kernels have a head_dim of at most {_WIDEST}, not {problem.head_dim}. Use 'xla'."
-        )
+    if call.backend == "pallas" and (wide := max(problem.widths)) > _WIDEST:
+        raise NotImplementedError(f"the kernels have a head_dim of at most {_WIDEST}, not {wide}. Use 'xla'.")
     if call.backend != "xla":
         return {}
     # On a CPU blocks of 64 rows take half the time of 256. 512 are not timed on a GPU.
@@ -161,16 +254,26 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
 def shared_bytes(pass_name: str, tiles: Tiles, problem: Problem) -> int:
     """Shared memory in bytes: the blocks that a program owns, those of the loop, `stages` of each, and what dkv's
     probabilities take on their way to another layout."""
-    row = max(16, power_of_2(problem.head_dim)) * jnp.dtype(problem.dtype).itemsize
+    row, value = (max(16, power_of_2(width)) * jnp.dtype(problem.dtype).itemsize for width in problem.widths)
+    both = row + value
     if pass_name == "dkv":
-        return 2 * (tiles.bk + tiles.stages * tiles.bq) * row + 2 * tiles.bq * tiles.bk
-    return (2 * tiles.stages * tiles.bk + {"fwd": 1, "dq": 2}[pass_name] * tiles.bq) * row
+        return (tiles.bk + tiles.stages * tiles.bq) * both + 2 * tiles.bq * tiles.bk
+    return tiles.stages * tiles.bk * both + tiles.bq * (row if pass_name == "fwd" else both)
 
 
 def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "pallas") -> Tiles:
     """The fastest of 14 to 24 on an H200, of 16,384 rows in 16 sequences and heads of 64 and 128; the times are in
-    docs/notes/2026-11-28_tiles_of_row_ops.md."""
-    wide, half = problem.head_dim > 64, problem.dtype != "float32"
+    docs/notes/2026-11-28_tiles_of_row_ops.md. Those of "triton" are of 16,384 rows and 16 heads, causal; with
+    soft_cap those that do not spill."""
+    wide, half = max(problem.widths) > 64, problem.dtype != "float32"
+    if kernel == "triton":
+        if pass_name == "dkv":
+            return Tiles(64, 128, 8, 3) if wide or problem.soft_cap else Tiles(128, 128, 8, 2)
+        if pass_name == "dq":
+            return Tiles(128, 64, 8, 3)
+        if max(problem.widths) > 128:
+            return Tiles(128, 64, 8, 2)
+        return Tiles(128, 128, 8, 2) if wide or problem.soft_cap else Tiles(192, 128, 12, 3)
     if not half:
         tiles = Tiles(64, 32, 8, 2)
     elif pass_name == "dkv":
@@ -190,15 +293,17 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
 
 
 def _key(
-    pass_name: str, *, T: int, S: int, heads: int, kv_heads: int, head_dim: int, dtype: str, mask: str, **_: Any
-) -> tuple:
+    pass_name: str, *, T: int, S: int, heads: int, kv_heads: int, head_dim: int, dtype: str, mask: str,
+    value_dim: int | None = None, **_: Any,
+) -> tuple:  # fmt: skip
     """Lengths count up to the next power of two, so that a new one needs no new tuning."""
-    return pass_name, dtype, power_of_2(T), power_of_2(S), heads, kv_heads, head_dim, mask
+    values = head_dim if value_dim is None else value_dim
+    return pass_name, dtype, power_of_2(T), power_of_2(S), heads, kv_heads, head_dim, values, mask
 
 
 def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> Iterator[Tiles]:
     """Tiles that fit the shared memory, of at most 64 float32 sums of a row of keys or queries a thread."""
-    width = max(16, power_of_2(problem.head_dim))
+    width = max(16, power_of_2(max(problem.widths)))
     for bq, bk, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)):
         tiles = Tiles(bq, bk, warps, stages)
         owned = 2 * bk if pass_name == "dkv" else bq
@@ -208,7 +313,8 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
 
 
 PLANNER = Planner(
-    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto, others=_others,
+    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto, kernel=_kernel,
+    triton=_on_hopper, fit=_fit, others=_others,
     symbolic=("T", "S"),
 )  # fmt: skip
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -70,6 +70,48 @@ def blocks_that_see(first: jax.Array, end: jax.Array, *, S: int, bq: int, bk: in
     return jnp.stack([jnp.min(jnp.where(sees, number[None, :], stop[:, None]), axis=1), stop])
 
 
+CONSUMER_ROWS = 64  # of a warp group's wgmma
+FIELDS = 5
+
+
+def query_blocks(first: jax.Array, end: jax.Array, *, S: int, bq: int, bk: int) -> jax.Array:
+    """int32 [cdiv(T, bq), FIELDS]: the blocks of query rows, those with the most keys first, each with its first row,
+    the first key that one of its rows sees and the end of the last one (0 and 0 for none), and of its tiles of bk keys,
+    counted from there: how many at the right, and how many in all, some row does not see whole."""
+    T = first.shape[0]
+    first, end = (jnp.pad(x, (0, -T % bq)).reshape(-1, bq) for x in (first, end))
+    sees = first < end
+    least, most = jnp.min(jnp.where(sees, first, S), axis=1), jnp.max(end, axis=1)
+    least = jnp.minimum(least, most)
+    tiles = jnp.maximum((most - least + bk - 1) // bk, 1)
+    left = jnp.max(jnp.where(sees, first, 0), axis=1) - least
+    left = jnp.clip((left + bk - 1) // bk, 0, tiles)
+    whole = jnp.clip((jnp.min(jnp.where(sees, end, S), axis=1) - least) // bk, left, tiles)
+    row = bq * jnp.arange(first.shape[0], dtype=jnp.int32)
+    blocks = jnp.stack([row, least, most, tiles - whole, tiles - whole + left], axis=1)
+    return blocks[jnp.argsort(-tiles)]
+
+
+def key_blocks(first: jax.Array, end: jax.Array, *, S: int, bq: int, bk: int) -> jax.Array:
+    """int32 [cdiv(S, bk), FIELDS]: the blocks of bk key rows, those that the most queries see first, each with its
+    first row, and of the tiles of bq queries with a row that sees some of it: the first one's number, how many at the
+    left and at the right have a row that does not see it whole, and how many they are."""
+    T = first.shape[0]
+    first, end = (jnp.pad(x, (0, -T % bq)).reshape(-1, bq) for x in (first, end))
+    seen = blocks_that_see(first.ravel(), end.ravel(), S=S, bq=bq, bk=bk)
+    row, number = jnp.arange(0, S, bk, dtype=jnp.int32), jnp.arange(first.shape[0], dtype=jnp.int32)
+    # A row that sees nothing, or is padding, sees no block whole.
+    most, least = jnp.max(first, axis=1)[None, :], jnp.min(end, axis=1)[None, :]
+    whole = (most <= row[:, None]) & (least >= row[:, None] + bk)
+    start, stop = seen
+    number = number[None, :]
+    begin = jnp.min(jnp.where(whole, number, stop[:, None]), axis=1)
+    last = jnp.min(jnp.where(whole | (number < begin[:, None]), stop[:, None], number), axis=1)
+    last = jnp.maximum(last, begin)
+    blocks = jnp.stack([row, start, begin - start, stop - last, stop - start], axis=1)
+    return blocks[jnp.argsort(start - stop)]
+
+
 def most_pairs(*, T: int, S: int, causal: bool, window: int | None, free: bool, longest: int | None) -> int:
     """Pairs of a query and a key that it sees, at the most: one sequence of all rows, or as many as there can be of the
     longest. free: visible_until says where runs end. 0 for symbolic sizes, of which no kernel is launched."""

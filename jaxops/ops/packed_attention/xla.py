@@ -13,7 +13,7 @@ from jaxops.ops.packed_attention.plan import Arrays, Spec
 
 # Instead of a masked score: with -inf, a row without keys and its gradients are NaN.
 _LOW = float(jnp.finfo(jnp.float32).min)
-_MOST = 2.0**20  # where float32 numbers are an eighth apart
+EXACT_BELOW = 2.0**20  # where float32 numbers are an eighth apart
 
 
 class Rows(NamedTuple):
@@ -28,17 +28,17 @@ class Rows(NamedTuple):
 
 
 def forward_xla(spec: Spec, block: int | None, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """(out [T, N, H], lse float32 [N, T]: the logarithm of each row's sum of exponentials).
+    """(out [T, N, V], lse float32 [N, T]: the logarithm of each row's sum of exponentials).
 
     block: rows of queries and of keys in a step; None for all pairs at once, without a loop, for JAX to differentiate.
     """
     rows, k, v = _without_others(arrays)
+    T, N, _ = arrays.q.shape
     if block is None:
-        out, lse = _finish(*_step(spec, rows, k, v, 0))
+        out, lse = _finish(*_step(spec, rows, k, v, 0, _before(arrays, T)))
     else:
-        out, lse = _forward_in_blocks(spec, block, rows, k, v)
-    T, N, H = arrays.q.shape
-    return out[:T].reshape(T, N, H).astype(arrays.q.dtype), lse[:, :, :T].reshape(N, T)
+        out, lse = _forward_in_blocks(spec, block, rows, k, v, _before(arrays, least(block, T)))
+    return out[:T].reshape(T, N, v.shape[2]).astype(arrays.q.dtype), lse[:, :, :T].reshape(N, T)
 
 
 def backward_xla(
@@ -48,9 +48,8 @@ def backward_xla(
     rows, k, v = _without_others(arrays)
     sees = (rows.end > rows.first)[:, None, None, None]
     T, K, G, H = rows.q.shape
-    rows = rows._replace(
-        out=out.reshape(T, K, G, H), dout=jnp.where(sees, dout.reshape(T, K, G, H), 0), lse=lse.reshape(K, G, T)
-    )
+    out, dout = (x.reshape(T, K, G, x.shape[2]) for x in (out, dout))
+    rows = rows._replace(out=out, dout=jnp.where(sees, dout, 0), lse=lse.reshape(K, G, T))
     dq, dk, dv = _backward_in_blocks(spec, block, rows, k, v)
     return (
         dq[:T].reshape(T, K * G, H).astype(arrays.q.dtype),
@@ -61,7 +60,7 @@ def backward_xla(
 
 def _without_others(arrays: Arrays) -> tuple[Rows, jax.Array, jax.Array]:
     """The operands, zero in rows outside: zero times NaN is NaN."""
-    q, k, v, first, end, bounds = arrays
+    q, k, v, first, end, bounds, _ = arrays
     (T, N, H), (S, K, _) = q.shape, k.shape
     row = jnp.arange(S, dtype=jnp.int32)
     inside = ((bounds[2] <= row) & (row < bounds[3]))[:, None, None]
@@ -73,25 +72,34 @@ def _products(spec: Spec, equation: str, a: jax.Array, b: jax.Array) -> jax.Arra
     return jnp.einsum(equation, a, b, precision=spec.precision, preferred_element_type=jnp.float32)
 
 
-def _scores(spec: Spec, rows: Rows, k: jax.Array, start: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-    """float32 [K, G, t, s] of key rows `start` and on, and where they count, bool [1, 1, t, s]."""
+def _scores(
+    spec: Spec, rows: Rows, k: jax.Array, start: jax.Array | int
+) -> tuple[jax.Array, jax.Array | float, jax.Array]:
+    """float32 [K, G, t, s] of key rows `start` and on, the cap's slope, and where they count, bool [1, 1, t, s]."""
     key = start + jnp.arange(k.shape[0], dtype=jnp.int32)[None, :]
     mask = ((rows.first[:, None] <= key) & (key < rows.end[:, None]))[None, None]
-    return spec.scale * _products(spec, "tkgh,skh->kgts", rows.q, k), mask
+    scores, slope = spec.capped(_products(spec, "tkgh,skh->kgts", rows.q, k))
+    return scores, slope, mask
 
 
-def _step(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array, start: jax.Array | int, carry=None):
-    """(largest score [K, G, t], sum of exponentials [K, G, t], their product with the values [K, G, t, H]) of the key
+def _before(arrays: Arrays, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `_step` adds to first: the sinks, of which one has an exponential and no value."""
+    (_, N, _), (_, K, V) = arrays.q.shape, arrays.v.shape
+    shape, sinks = (K, N // K, rows), arrays.sinks
+    top = jnp.float32(_LOW) if sinks is None else jnp.maximum(sinks, _LOW).reshape(K, N // K, 1)
+    total = jnp.full(shape, 0.0 if sinks is None else 1.0, jnp.float32)
+    return jnp.broadcast_to(top, shape), total, jnp.zeros((*shape, V), jnp.float32)
+
+
+def _step(spec: Spec, rows: Rows, k: jax.Array, v: jax.Array, start: jax.Array | int, carry):
+    """(largest score [K, G, t], sum of exponentials [K, G, t], their product with the values [K, G, t, V]) of the key
     rows `start` and on, added to those of `carry`."""
-    scores, mask = _scores(spec, rows, k, start)
-    top = jnp.max(jnp.where(mask, scores, _LOW), axis=3)
-    top = top if carry is None else jnp.maximum(top, carry[0])
+    scores, _, mask = _scores(spec, rows, k, start)
+    top = jnp.maximum(jnp.max(jnp.where(mask, scores, _LOW), axis=3), carry[0])
     p = jnp.exp(jnp.where(mask, scores - top[..., None], _LOW))
     total, mixed = jnp.sum(p, axis=3), _products(spec, "kgts,skh->kgth", p.astype(v.dtype), v)
-    if carry is not None:
-        before = jnp.exp(carry[0] - top)
-        total, mixed = before * carry[1] + total, before[..., None] * carry[2] + mixed
-    return top, total, mixed
+    before = jnp.exp(carry[0] - top)
+    return top, before * carry[1] + total, before[..., None] * carry[2] + mixed
 
 
 def exact_lse(lse: jax.Array, nat: float = 1.0) -> jax.Array:
@@ -99,11 +107,11 @@ def exact_lse(lse: jax.Array, nat: float = 1.0) -> jax.Array:
 
     nat: e's logarithm in the same base.
     """
-    return jnp.where(jnp.abs(lse) < nat * _MOST, lse, jnp.nan)
+    return jnp.where(jnp.abs(lse) < nat * EXACT_BELOW, lse, jnp.nan)
 
 
 def _finish(top: jax.Array, total: jax.Array, mixed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(out float32 [t, K, G, H], lse [K, G, t]); both are 0 for a row without keys."""
+    """(out float32 [t, K, G, V], lse [K, G, t]); both are 0 for a row without keys and sink."""
     some = total > 0
     total = jnp.where(some, total, 1)
     return jnp.moveaxis(mixed / total[..., None], 2, 0), jnp.where(some, exact_lse(top + jnp.log(total)), 0)
@@ -112,15 +120,15 @@ def _finish(top: jax.Array, total: jax.Array, mixed: jax.Array) -> tuple[jax.Arr
 def _gradients(
     spec: Spec, rows: Rows, k: jax.Array, v: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """float32 dq [t, K, G, H], and of key rows `start` and on dk and dv [s, K, H]."""
+    """float32 dq [t, K, G, H], and of key rows `start` and on dk [s, K, H] and dv [s, K, V]."""
     q, _, _, out, dout, lse = rows
     assert out is not None
     assert dout is not None
     assert lse is not None
-    scores, mask = _scores(spec, rows, k, start)
+    scores, slope, mask = _scores(spec, rows, k, start)
     p = jnp.exp(jnp.where(mask, scores - lse[..., None], _LOW))
     along = jnp.einsum("tkgh,tkgh->kgt", out.astype(jnp.float32), dout.astype(jnp.float32))
-    ds = (spec.scale * p * (_products(spec, "tkgh,skh->kgts", dout, v) - along[..., None])).astype(k.dtype)
+    ds = (spec.scale * slope * p * (_products(spec, "tkgh,skh->kgts", dout, v) - along[..., None])).astype(k.dtype)
     return (
         _products(spec, "kgts,skh->tkgh", ds, k),
         _products(spec, "kgts,tkgh->skh", ds, q),
@@ -158,19 +166,21 @@ def _cut(x: jax.Array, i: jax.Array, block: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, i * block, block)
 
 
-def _forward_in_blocks(spec: Spec, block: int, rows: Rows, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The online softmax of Milakov and Gimelshein 2018 (arXiv:1805.02867), as in FlashAttention."""
-    (_, K, G, H), size, block = rows.q.shape, least(block, rows.q.shape[0]), least(block, k.shape[0])
+def _forward_in_blocks(
+    spec: Spec, block: int, rows: Rows, k: jax.Array, v: jax.Array, before: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The online softmax of Milakov and Gimelshein 2018 (arXiv:1805.02867), as in FlashAttention. before: of
+    `_before`."""
+    (_, K, G, _), size, block = rows.q.shape, least(block, rows.q.shape[0]), least(block, k.shape[0])
     k, v = (_whole(x, 0, block) for x in (k, v))
-    zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
-    none, _ = vary_together((zeros((K, G, size)) + _LOW, zeros((K, G, size)), zeros((K, G, size, H))), (rows, k))
+    before, _ = vary_together(before, (rows, k))
 
     def one(some: Rows):
         step = lambda i, carry: _step(spec, some, _cut(k, i, block), _cut(v, i, block), i * block, carry)
-        return _finish(*lax.fori_loop(*_steps(some, block), step, none))
+        return _finish(*lax.fori_loop(*_steps(some, block), step, before))
 
     out, lse = lax.map(one, _blocks_of(rows, size))
-    return out.reshape(-1, K, G, H), jnp.moveaxis(lse, 0, 2).reshape(K, G, -1)
+    return out.reshape(-1, K, G, v.shape[2]), jnp.moveaxis(lse, 0, 2).reshape(K, G, -1)
 
 
 def _backward_in_blocks(
@@ -178,16 +188,16 @@ def _backward_in_blocks(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     S, size, block = k.shape[0], least(block, rows.q.shape[0]), least(block, k.shape[0])
     k, v = (_whole(x, 0, block) for x in (k, v))
-    (sums, none), _ = vary_together(
-        (jnp.zeros((2, *k.shape), jnp.float32), jnp.zeros((size, *rows.q.shape[1:]), jnp.float32)), (rows, k)
-    )
+    zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+    (sums, none), _ = vary_together(((zeros(k.shape), zeros(v.shape)), zeros((size, *rows.q.shape[1:]))), (rows, k))
 
-    def one(sums: jax.Array, some: Rows):
+    def one(sums: tuple[jax.Array, jax.Array], some: Rows):
         def step(i: jax.Array, carry):
             dq, sums = carry
             more, *of_keys = _gradients(spec, some, _cut(k, i, block), _cut(v, i, block), i * block)
-            new = lax.dynamic_slice_in_dim(sums, i * block, block, 1) + jnp.stack(of_keys)
-            return dq + more, lax.dynamic_update_slice_in_dim(sums, new, i * block, 1)
+            new = [_cut(x, i, block) + each for x, each in zip(sums, of_keys, strict=True)]
+            place = lambda x, each: lax.dynamic_update_slice_in_dim(x, each, i * block, 0)
+            return dq + more, tuple(map(place, sums, new))
 
         dq, sums = lax.fori_loop(*_steps(some, block), step, (none, sums))
         return sums, dq

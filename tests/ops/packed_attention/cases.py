@@ -20,10 +20,12 @@ PLANS = {
 }
 
 
-def arrays(seed: int, rows: int = T, keys: int | None = None, dim: int = DIM) -> list[np.ndarray]:
-    """q, k, v and a cotangent of the result."""
-    rng, keys = np.random.default_rng(seed), rows if keys is None else keys
-    shapes = (rows, HEADS, dim), (keys, KV_HEADS, dim), (keys, KV_HEADS, dim), (rows, HEADS, dim)
+def arrays(
+    seed: int, rows: int = T, keys: int | None = None, dim: int = DIM, values: int | None = None
+) -> list[np.ndarray]:
+    """q, k, v and a cotangent of the result. values: columns of v."""
+    rng, keys, values = np.random.default_rng(seed), rows if keys is None else keys, values or dim
+    shapes = (rows, HEADS, dim), (keys, KV_HEADS, dim), (keys, KV_HEADS, values), (rows, HEADS, values)
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
@@ -35,9 +37,16 @@ def ends_of(before: int, lengths: list[int], rows: int) -> np.ndarray:
 jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
 
 
-def with_gradients(function, q, k, v, dout) -> tuple[jax.Array, ...]:
-    out, vjp = jax.vjp(function, q, k, v)
+def with_gradients(function, *operands) -> tuple[jax.Array, ...]:
+    """The last operand is the result's cotangent."""
+    *operands, dout = operands
+    out, vjp = jax.vjp(function, *operands)
     return out, *vjp(dout.astype(out.dtype))
+
+
+def sinks_of(seed: int) -> np.ndarray:
+    """One below, one above and some among the scores."""
+    return (np.array([-30, 0, 3, 30]) + np.random.default_rng(seed).normal(size=HEADS)).astype(np.float32)
 
 
 def cudnn_stand_in() -> types.SimpleNamespace:

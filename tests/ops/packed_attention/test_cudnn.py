@@ -1,5 +1,6 @@
 """cuDNN's ragged layout: what it is given, with a stand-in for JAX's private names; and on a GPU, itself."""
 
+import dataclasses
 import functools
 import types
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxops
+from jaxops._lib.planning.device import Device
 from jaxops.ops.packed_attention import Plan, Problem, cudnn, make_plan
 from tests.arrays import put
 from tests.compare import assert_close
@@ -30,49 +32,45 @@ def half(seed: int, rows: int) -> list[jax.Array]:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+@pytest.mark.parametrize("offsets", [[3, 15, 15, 16, 37, 48], [2, 40]], ids=["some", "one"])
 @pytest.mark.usefixtures("stand_in")
-def test_what_it_is_given(causal):
-    """Rows of `longest` with what crosses their ends, rows outside, an empty sequence, grouped queries. The limits are
-    exact: three sequences start in the first row of 21."""
+def test_what_it_is_given(offsets, causal):
+    """Rows outside, an empty sequence, grouped queries."""
     q, k, v, dout = half(0, ROWS)
-    ends = jnp.array([3, 15, 15, 16, 37, 48], jnp.int32)
-    outside = np.r_[0:3, 48:ROWS]
+    ends = jnp.array(offsets, jnp.int32)
+    outside = np.r_[0 : offsets[0], offsets[-1] : ROWS]
     spoilt = [x.at[outside].set(jnp.nan) for x in (q, k, v, dout)]
     clean = q, k, v, dout.at[outside].set(0)
-    every = [{}, {"longest": 21, "crowd": 3}, {"longest": 1000}]
 
     @jit
     def run(clean, spoilt):
         call = functools.partial(jaxops.packed_attention, causal=causal)
-        found = [
-            with_gradients(lambda *x, limits=limits: call(*x, ends, plan=ON_H200, **limits), *spoilt)
-            for limits in every
-        ]
-        return with_gradients(lambda *x: call(*x, ends, backend="xla"), *clean), found
+        wanted = with_gradients(lambda *x: call(*x, ends, backend="xla"), *clean)
+        return wanted, with_gradients(lambda *x: call(*x, ends, plan=ON_H200), *spoilt)
 
     want, found = run(clean, spoilt)
-    for results in found:
-        for got, wanted in zip(results, want, strict=True):
-            assert_close(got, wanted, "bfloat16", scale=4)
-            assert not np.asarray(got, np.float32)[outside].any()
+    for got, wanted in zip(found, want, strict=True):
+        assert_close(got, wanted, "bfloat16", scale=4)
+        assert not np.asarray(got, np.float32)[outside].any()
 
 
-@pytest.mark.parametrize("limits", [{"longest": 10, "crowd": 4}, {"longest": 40, "crowd": 2}], ids=["longer", "more"])
-@pytest.mark.usefixtures("stand_in")
-def test_more_than_was_said_is_nan(limits):
+def test_crowd_has_no_effect():
     q, k, v, _ = half(0, ROWS)
-    ends = jnp.array([0, 5, 9, 20, ROWS], jnp.int32)
-    out = jit(lambda *x: jaxops.packed_attention(*x, ends, plan=ON_H200, **limits))(q, k, v)
-    assert np.isnan(np.asarray(out, np.float32)).all()
+    ends = jnp.array([0, 20, ROWS], jnp.int32)
+    with pytest.warns(DeprecationWarning, match="crowd has no effect any more") as caught:
+        out = jaxops.packed_attention(q, k, v, ends, crowd=1, longest=30)
+    assert len(caught) == 1
+    assert (out == jaxops.packed_attention(q, k, v, ends)).all()
 
 
+A100 = Device("NVIDIA A100-SXM4-80GB", "gpu")
 PLAIN = Problem(4096, 4096, 16, 4, 64, "bfloat16", "causal")
 
 
 @pytest.mark.parametrize("lacking", [None, types.SimpleNamespace(MaskType=1)], ids=["module", "name"])
 def test_where_jax_has_no_such_names(lacking, monkeypatch):
     """ "auto" goes on without; an explicit choice says what is missing."""
-    assert make_plan(PLAIN, H200).backend == "cudnn"
+    assert make_plan(PLAIN, A100).backend == "cudnn"
 
     def import_module(name):
         if lacking is None:
@@ -80,9 +78,19 @@ def test_where_jax_has_no_such_names(lacking, monkeypatch):
         return lacking
 
     monkeypatch.setattr(cudnn.importlib, "import_module", import_module)
-    assert make_plan(PLAIN, H200).backend == "xla"
+    assert make_plan(PLAIN, A100).backend == "xla"
     with pytest.raises(NotImplementedError, match=r"cannot run this: JAX .* has no jax\._src.* with MaskType and dot"):
-        make_plan(PLAIN, H200, backend="cudnn")
+        make_plan(PLAIN, A100, backend="cudnn")
+
+
+@pytest.mark.parametrize(
+    "lacking", [{"sinks": True}, {"soft_cap": True}, {"value_dim": 32}], ids=lambda x: next(iter(x))
+)
+def test_what_it_lacks(lacking):
+    problem = dataclasses.replace(PLAIN, **lacking)
+    assert make_plan(problem, H200).backend != "cudnn"
+    with pytest.raises(NotImplementedError, match="it has no sinks, no soft_cap and no other head_dim of v"):
+        make_plan(problem, H200, backend="cudnn")
 
 
 def test_this_jax_has_the_names():
@@ -107,6 +115,5 @@ def test_on_a_gpu(offsets, causal):
     )
     want = run(backend="xla")(q, k, v, dout)
     spoilt = [x.at[outside].set(jnp.nan) for x in (q, k, v, dout)]
-    for limits in ({}, {"longest": int(max(np.diff(offsets))), "crowd": 4}):
-        for got, wanted in zip(run(backend="cudnn", **limits)(*spoilt), want, strict=True):
-            assert_close(got, wanted, "bfloat16", scale=4)
+    for got, wanted in zip(run(backend="cudnn")(*spoilt), want, strict=True):
+        assert_close(got, wanted, "bfloat16", scale=4)

@@ -29,6 +29,7 @@ from tests.ops.packed_attention.cases import (
     arrays,
     ends_of,
     jit,
+    sinks_of,
     with_gradients,
 )
 
@@ -60,15 +61,18 @@ def seen(ends, key_ends, until, mask, window: int | None, keys: int) -> np.ndarr
     return found
 
 
-def one_at_a_time(q, k, v, sees) -> np.ndarray:
+def one_at_a_time(q, k, v, sees, sinks=None, soft_cap: float | None = None) -> np.ndarray:
     """In float64, as a loop over rows."""
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:2], v.shape[2]))
     k, v = (np.repeat(x, HEADS // KV_HEADS, axis=1).astype(np.float64) for x in (k, v))
     for row in np.flatnonzero(sees.any(axis=1)):
         keys = np.flatnonzero(sees[row])
         score = np.einsum("hd,khd->hk", q[row].astype(np.float64), k[keys]) / np.sqrt(q.shape[2])
+        score = score if soft_cap is None else soft_cap * np.tanh(score / soft_cap)
+        lost = np.full((len(score), 1), -np.inf) if sinks is None else sinks.astype(np.float64)[:, None]
+        score = np.concatenate([score, lost], axis=1)
         weight = np.exp(score - score.max(axis=1, keepdims=True))
-        out[row] = np.einsum("hk,khd->hd", weight / weight.sum(axis=1, keepdims=True), v[keys])
+        out[row] = np.einsum("hk,khd->hd", (weight / weight.sum(axis=1, keepdims=True))[:, :-1], v[keys])
     return out
 
 
@@ -100,31 +104,36 @@ def test_runs_of_keys(mask, cross, packing, key_packing, seed):
         np.testing.assert_array_equal(inside, [ends[0], ends[-1], key_ends[0], key_ends[-1]])
 
 
-@functools.partial(jax.jit, static_argnames=("mask", "cross"))
-def every_way(q, k, v, dout, offsets, kv_offsets, until, *, mask, cross):
-    how = MASKS[mask] | ({"visible_until": until} if mask.startswith("until") else {})
+@functools.partial(jax.jit, static_argnames=("mask", "cross", "soft_cap"))
+def every_way(operands, offsets, kv_offsets, until, *, mask, cross, soft_cap=None):
+    """operands: q, k, v, sinks if there are some, and dout."""
+    names = ("q", "k", "v", "sinks")
+    with_options = lambda op, how: lambda *x: op(sequence_offsets=offsets, **dict(zip(names, x, strict=False)), **how)
+    how = {"soft_cap": soft_cap} | MASKS[mask] | ({"visible_until": until} if mask.startswith("until") else {})
     how |= {"kv_offsets": kv_offsets} if cross else {}
-    found = {"reference": with_gradients(lambda *x: packed_attention_reference(*x, offsets, **how), q, k, v, dout)}
+    found = {"reference": with_gradients(with_options(packed_attention_reference, how), *operands)}
     for way, plan in PLANS.items():
-        call = lambda *x, plan=plan: jaxops.packed_attention(*x, offsets, longest=LONGEST, plan=plan, **how, **EXACT)
-        found[way] = with_gradients(call, q, k, v, dout)
+        call = with_options(jaxops.packed_attention, how | {"longest": LONGEST, "plan": plan} | EXACT)
+        found[way] = with_gradients(call, *operands)
     return found
 
 
-def check_every_way(mask, cross, packing, key_packing, seed) -> None:
-    q, k, v, dout = arrays(seed, T, S if cross else T)
+def check_every_way(mask, cross, packing, key_packing, seed, values=None, sinks=None, soft_cap=None) -> None:
+    q, k, v, dout = arrays(seed, T, S if cross else T, values=values)
     ends, key_ends = ends_of(*packing, T), ends_of(*(key_packing if cross else packing), k.shape[0])
     until = until_of(seed, k.shape[0])
-    wanted = one_at_a_time(q, k, v, seen(ends, key_ends, until, mask, MASKS[mask].get("window"), k.shape[0]))
+    sees = seen(ends, key_ends, until, mask, MASKS[mask].get("window"), k.shape[0])
+    wanted = one_at_a_time(q, k, v, sees, sinks, soft_cap)
     outside, keys_outside = (np.r_[0 : e[0], e[-1] : n] for e, n in ((ends, T), (key_ends, k.shape[0])))
     for x, rows in ((q, outside), (dout, outside), (k, keys_outside), (v, keys_outside)):
         x[rows] = np.nan
-    found = every_way(q, k, v, dout, ends, key_ends, until, mask=mask, cross=cross)
+    operands = [x for x in (q, k, v, sinks, dout) if x is not None]
+    found = every_way(operands, ends, key_ends, until, mask=mask, cross=cross, soft_cap=soft_cap)
     for way, results in found.items():
         assert_close(results[0], wanted, "float32", name=way)
-        for name, got, want in zip("qkv", results[1:], found["reference"][1:], strict=True):
+        for name, got, want in zip("qkvs", results[1:], found["reference"][1:], strict=False):
             assert_close(got, want, "float32", scale=2, name=f"{way} d{name}")
-            assert not np.asarray(got)[outside if name == "q" else keys_outside].any()
+            assert name == "s" or not np.asarray(got)[outside if name == "q" else keys_outside].any()
 
 
 # Runs over whole sequences, that begin and end anywhere, and of other keys.
@@ -139,6 +148,25 @@ def test_values_and_gradients(mask, packing, seed):
 @given(packings, packings, st.integers(0, 5))
 def test_keys_of_other_rows(packing, key_packing, seed):
     check_every_way("until-window", True, packing, key_packing, seed)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@settings(max_examples=4)
+@given(packings, st.integers(0, 5))
+def test_sinks_cap_and_narrow_values(mask, packing, seed):
+    check_every_way(mask, False, packing, packing, seed, values=3, sinks=sinks_of(seed), soft_cap=1.5)
+
+
+def test_a_sink_that_takes_nothing():
+    """-inf is as no sink; with a sink that takes all, nothing is left."""
+    q, k, v, _ = arrays(0)
+    ends = np.array([2, 9, 30], np.int32)
+    for plan in PLANS.values():
+        call = functools.partial(jaxops.packed_attention, q, k, v, ends, causal=True, plan=plan, **EXACT)
+        sinks = np.array([-np.inf, -np.inf, 1e6, 1e30], np.float32)
+        with_some, without = np.asarray(call(sinks=sinks)), np.asarray(call())
+        assert_close(with_some[:, :2], without[:, :2], "float32")
+        assert not with_some[:, 2:].any()
 
 
 @pytest.mark.parametrize("way", PLANS)
@@ -234,7 +262,7 @@ def test_large_scores(sign, size):
     q[LARGE, :, 0], k[LARGE, :, 0] = 2, sign * size * np.array([1, 1.25, 1, 1.5, 1.125, 1])[:, None]  # scores are k's
     until = np.zeros(T, np.int32)
     wanted = one_at_a_time(q, k, v, seen(ENDS, ENDS, until, "whole", None, T))
-    found = every_way(q, k, v, dout, ENDS, ENDS, until, mask="whole", cross=False)
+    found = every_way([q, k, v, dout], ENDS, ENDS, until, mask="whole", cross=False)
     reference = found.pop("reference")
     assert set(found) == set(PLANS)
     for way, (out, *gradients) in found.items():

@@ -366,10 +366,6 @@ def train(
         created = compiling.run(create)  # not before the step is lowered: both need Python
         if before < preset.steps:
             compiling.start("evaluate", evaluate, kept(shapes), shapes.histories, placed, heldout_key)
-        if sampler is not None and mesh is None:
-            model = nnx.merge(graphdef, kept(shapes), shapes.histories)
-            model.eval()
-            compiling.run(lambda: [program.compile() for program in sampler(model)])
         if run.profile:
             step = Profiled(step)
         state = created.result()
@@ -388,6 +384,10 @@ def train(
         bar = progress.add_task("compiling", total=preset.steps, completed=first)
         show = lambda line: progress.update(bar, description=line)
         compile_s = compiling.wait("step", show)
+        if sampler is not None and mesh is None:  # beside the training: it would delay the step
+            model = nnx.merge(graphdef, kept(shapes), shapes.histories)
+            model.eval()
+            compiling.run(lambda: [program.compile() for program in sampler(model)])
         unread, last_read = [], time.perf_counter()
         for done, batch in enumerate(prefetched(batches, first, preset.steps, mesh), first + 1):
             state, metrics = step(state, batch, key)

@@ -82,8 +82,8 @@ class DecoderConfig:
       fp8_experts: whether the recipe is for the experts, the shared one included, too.
       attention: backend of `jaxops.packed_attention`; all but "xla" are for bfloat16 on a GPU and `plain_attention`
         without a window shorter than the rows.
-      max_documents: of a row, padding included; cuDNN needs it where documents share rows. With more the results are
-        NaN. The training command raises it to what its data needs.
+      max_documents: of a row, padding included; every attention but "xla" needs it where documents share rows. With
+        more the results are NaN. The training command raises it to what its data needs.
       backend: of the experts' products, and of all FP8 products.
       policy: what a block's backward reads from the device or the host, and what it recomputes (`jaxops.offload`).
         Names: "carry" (the block's input), "attention" (the residuals of attention), "middle" (after attention), "mlp"

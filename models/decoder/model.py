@@ -121,8 +121,8 @@ class Decoder(nnx.Module):
           packed: whether a row may have several documents. Otherwise attention needs no mask: padding is at the end.
 
         Raises:
-          ValueError: cuDNN's attention of documents without max_documents, or of a model that it does not compute; what
-            an axis `tensor` does not divide.
+          ValueError: another attention than "xla" of documents without max_documents, or of a model that it does not
+            compute; what an axis `tensor` does not divide.
         """
         c, T = self.config, tokens.shape[1]
         c.check_tensor(devices())

@@ -148,7 +148,7 @@ def test_what_is_wrong_with_an_image_model(write):
 
 def test_attention_is_this_machines(monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    assert train_lm.choose(LmOptions()).model.attention == "cudnn"
+    assert train_lm.choose(LmOptions()).model.attention == "auto"
     assert train_lm.choose(LmOptions(precision="float32")).model.attention == "xla"
     assert train_lm.choose(LmOptions(set=["model.attention=xla"])).model.attention == "xla"
     monkeypatch.setattr("jax.default_backend", lambda: "cpu")

@@ -132,7 +132,7 @@ def test_there_is_room_for_heldout_documents(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_documents_by_cudnn():
+def test_documents_by_kernels():
     """Logits of packed documents are those of XLA's masked attention; with more than max_documents they are NaN."""
     config = DecoderConfig(64, 128, layers=2, heads=4, kv_heads=2, head_dim=64, hidden=64, dtype="bfloat16")
     tokens = jax.random.randint(jax.random.key(0), (3, 256), 0, 64)
@@ -143,10 +143,11 @@ def test_documents_by_cudnn():
         model = Decoder(dataclasses.replace(config, **how), rngs=nnx.Rngs(0))
         return nnx.jit(lambda model: model(tokens, documents)[0])(model)
 
-    assert_close(logits(attention="cudnn", max_documents=most), logits(), "bfloat16", scale=4)
-    assert jnp.isnan(logits(attention="cudnn", max_documents=1)).any()
-    with pytest.raises(ValueError, match="max_documents must say"):
-        logits(attention="cudnn")
+    for attention in ("auto", "cudnn"):
+        assert_close(logits(attention=attention, max_documents=most), logits(), "bfloat16", scale=4)
+        assert jnp.isnan(logits(attention=attention, max_documents=1)).any()
+        with pytest.raises(ValueError, match="max_documents must say"):
+            logits(attention=attention)
 
 
 @functools.cache

@@ -105,12 +105,12 @@ def test_sizes_may_be_of_numpy():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_backend(name):
-    own = dict.fromkeys(("AdaLayerNorm", "AdaRMSNorm", "AdaLNZeroBlock", "Router"), "") | {"PackedAttention": "cudnn"}
-    other = own.get(name, "triton")
-    for backend in ("auto", "pallas", "xla", *([other] if other else [])):
+    without = dict.fromkeys(("AdaLayerNorm", "AdaRMSNorm", "AdaLNZeroBlock", "Router"), ())
+    more = (without | {"PackedAttention": ("triton", "cudnn")}).get(name, ("triton",))
+    for backend in ("auto", *more, "pallas", "xla"):
         make(name, backend=backend)
-    known = f"'auto', '{other}', 'pallas' or 'xla'" if other else "'auto', 'pallas' or 'xla'"
-    for wrong in ("cublas", None, *([] if other == "triton" else ["triton"])):
+    known = ", ".join(map(repr, ("auto", *more, "pallas"))) + " or 'xla'"
+    for wrong in ("cublas", None, *({"triton", "cudnn"} - {*more})):
         with pytest.raises(ValueError, match=f"backend={wrong!r}: write {known}"):
             make(name, backend=wrong)
 

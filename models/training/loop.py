@@ -341,7 +341,7 @@ def train(
       heldout: micro-batches of held-out data [N, ...], on the host.
       unit: of the loss, printed after a number.
       sampler: from the result's shapes to programs that the caller needs after the training. Without a mesh they are
-        compiled with the others.
+        compiled beside it.
 
     Returns:
       The model with the weights that are `kept`, as of `models.distributed.mesh.collect`, in evaluation mode.

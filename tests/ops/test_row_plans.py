@@ -419,8 +419,9 @@ PALLAS = packed_attention.Plan("pallas")
 NAMES = [f"packed_attention_{name}" for name in ("fwd", "dq", "dkv")]
 ATTENDED = {
     "whole": attended("whole", PALLAS), "causal": attended("causal", PALLAS),
-    "window": attended("window", None), "until": attended("until", None),  # "auto", where it takes the kernels
-    "cross": attended("whole", None, S=1100, cross=True), "cross-window": attended("window", None, S=1100, cross=True),
+    "window": attended("window", PALLAS), "until": attended("until", PALLAS),
+    "cross": attended("whole", PALLAS, S=1100, cross=True),
+    "cross-window": attended("window", PALLAS, S=1100, cross=True),
     **{f"{H}-{dtype}": attended("until", PALLAS, H, dtype) for H, dtype in (
         (1, "bfloat16"), (80, "float16"), (128, "bfloat16"), (256, "bfloat16"), (64, "float32"))},
 }  # fmt: skip

@@ -28,7 +28,7 @@ from jaxops.ops.packed_attention.cudnn import attend_cudnn
 from jaxops.ops.packed_attention.fwd_pallas import forward_pallas
 from jaxops.ops.packed_attention.plan import HOPPER_BACKWARD_WIDEST, PLANNER, Arrays, Plan, Problem, Spec
 from jaxops.ops.packed_attention.visible import most_pairs, visible_rows
-from jaxops.ops.packed_attention.xla import backward_xla, forward_xla
+from jaxops.ops.packed_attention.xla import along_rows, backward_xla, forward_xla
 
 
 def packed_attention(
@@ -223,11 +223,9 @@ def _find_gradients(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> t
     of_heads = _gradients_of_heads(spec, plan, arrays, out, lse, dout)
     if arrays.sinks is None:
         return (*of_heads, None)
-    sees = (arrays.first < arrays.end)[None, :]
-    along = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=2).T
     lse = lse if plan.backend == "xla" else lse * math.log(2)  # the kernels' logarithms have base 2
-    share = jnp.exp(arrays.sinks[:, None] - lse)
-    return (*of_heads, -jnp.sum(jnp.where(sees, share * along, 0), axis=1))
+    share = jnp.where((arrays.first < arrays.end)[None, :], jnp.exp(arrays.sinks[:, None] - lse), 0)
+    return (*of_heads, -jnp.sum(share * along_rows(arrays, out, dout), axis=1))
 
 
 def _gradients_of_heads(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) -> tuple[jax.Array, ...]:

@@ -23,6 +23,7 @@ from jaxops.ops.packed_attention.blocks_pallas import (
 )
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
 from jaxops.ops.packed_attention.visible import blocks_that_see
+from jaxops.ops.packed_attention.xla import along_rows
 
 
 def _dq_kernel(ref: dict, *, spec: Spec, tiles: Tiles):
@@ -86,9 +87,8 @@ def backward_pallas(
     """dq, dk, dv in the dtypes of q, k and v. out and lse are the forward's. No size is 0."""
     q, k, v = arrays[:3]
     (T, N, _), (S, K, _) = q.shape, k.shape
-    sees = (arrays.first < arrays.end)[:, None, None]
-    along = jnp.sum(jnp.where(sees, out.astype(jnp.float32) * dout.astype(jnp.float32), 0), axis=2).T
-    operands, options = arrays._asdict() | {"dout": dout, "lse": lse, "along": along}, {"interpret": interpret}
+    options = {"interpret": interpret}
+    operands = arrays._asdict() | {"dout": dout, "lse": lse, "along": along_rows(arrays, out, dout)}
     results = {"dq": out_struct(q.shape, q.dtype, like=q)}
     blocks = {"blocks": pl.cdiv(T, dq.bq), "heads": N, "products": (2, 1)}
     gradients = launch(_dq_kernel, "dq", spec, dq, operands, results, **blocks, **options)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxops.ops.packed_attention.dkv_triton import gradients_of_keys
 from jaxops.ops.packed_attention.dq_triton import gradient_of_q
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
+from jaxops.ops.packed_attention.xla import along_rows
 
 
 def backward_triton(
@@ -20,8 +21,6 @@ def backward_triton(
 
 
 def row_numbers(arrays: Arrays, out: jax.Array, lse: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 [N, T]: lse, infinite in rows that see nothing, whose probabilities are then zero; and `along`, the sum
-    of out * dout of each row."""
+    """float32 [N, T]: lse, infinite in rows that see nothing, whose probabilities are then zero; and `along_rows`."""
     sees = (arrays.first < arrays.end)[None, :]
-    along = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=2).T
-    return jnp.where(sees, lse, jnp.inf), jnp.where(sees, along, 0)
+    return jnp.where(sees, lse, jnp.inf), along_rows(arrays, out, dout)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jaxops._lib.arrays.manual_axes import out_struct
 from jaxops._lib.gluon.gemm_triton import advance
 from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
-from jaxops._lib.gluon.layouts_triton import accumulator, one_number
+from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.stores_triton import as_block, tile_layout
 from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
 from jaxops.ops.packed_attention.fwd_triton import (
@@ -33,14 +33,16 @@ from jaxops.ops.packed_attention.fwd_triton import (
     ROWS,
     as_operand,
     capped,
+    load_block,
     make_barriers,
     padded,
-    place,
     read_block,
     row_box,
     scales,
     section,
     window_box,
+    write_block,
+    write_end,
 )
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, key_blocks
@@ -115,7 +117,6 @@ def produce(
     """Loads the operands of this program's blocks, until there are no more."""
     rows, heads, group = sizes
     BQ: gl.constexpr = pipe.BQ
-    ONE: gl.constexpr = one_number(1, 1)
     BYTES: gl.constexpr = q_desc.nbytes_per_cta + dout_desc.nbytes_per_cta + 2 * lse_desc.nbytes_per_cta
     bounds = (gl.load(inside), gl.load(inside + 1))
     s = 0
@@ -124,17 +125,11 @@ def produce(
     t = gl.program_id(0)
     while t < rows * heads:
         following = start_fetch_add(blocks + FIELDS * rows)
-        i, head = place(t, rows, heads, SECTION)
-        row = gl.load(blocks + FIELDS * i)
-        number = gl.load(blocks + FIELDS * i + 1)
-        left = gl.load(blocks + FIELDS * i + 2)
-        right = gl.load(blocks + FIELDS * i + 3)
-        steps = gl.load(blocks + FIELDS * i + 4)
+        values = load_block(blocks, t, rows, heads, SECTION)
+        row, number, left, right, steps, head = values
         mbarrier.wait(pipe.keys_empty.index(0), keys_phase)
         keys_phase ^= 1
-        values = (row, number, left, right, steps, head)
-        for n in gl.static_range(FIELDS + 1):
-            pipe.block.index(n).store(gl.full([1], values[n], gl.int32, ONE))
+        write_block(pipe, values)
         keys_full = pipe.keys_full.index(0)
         mbarrier.expect(keys_full, CONSUMERS * (k_desc.nbytes_per_cta + v_desc.nbytes_per_cta))
         for n in gl.static_range(CONSUMERS):
@@ -156,8 +151,7 @@ def produce(
                 s, phase = advance(s, phase, pipe.STAGES)
         t = gl.num_programs(0) + finish_fetch_add(following)
     mbarrier.wait(pipe.keys_empty.index(0), keys_phase)
-    pipe.block.index(0).store(gl.full([1], -1, gl.int32, ONE))
-    mbarrier.arrive(pipe.keys_full.index(0), count=1)
+    write_end(pipe, pipe.keys_full)
 
 
 @gluon.jit

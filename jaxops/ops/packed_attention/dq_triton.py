@@ -124,9 +124,8 @@ def consume(
 @gluon.jit
 def packed_attention_dq_kernel(
     q_desc, k_desc, v_desc, dout_desc, first, end, lse, along, blocks, dq_desc, dq, T, sizes, D: gl.constexpr,
-    V: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
-    FACTOR: gl.constexpr, SECTION: gl.constexpr,
+    V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr,
+    CAP: gl.constexpr, FACTOR: gl.constexpr, SECTION: gl.constexpr,
 ):  # fmt: skip
     pipe = make_pipeline(k_desc.dtype, D, 1, V, BK, STAGES, CONSUMERS, True)
     of_rows = (first, end, lse, along)

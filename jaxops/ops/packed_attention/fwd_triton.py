@@ -148,11 +148,32 @@ def place(t, rows, heads, SECTION: gl.constexpr):
 
 
 @gluon.jit
+def load_block(blocks, t, rows, heads, SECTION: gl.constexpr):
+    """The FIELDS numbers of tile t's block, and its head."""
+    i, head = place(t, rows, heads, SECTION)
+    block = blocks + FIELDS * i
+    return gl.load(block), gl.load(block + 1), gl.load(block + 2), gl.load(block + 3), gl.load(block + 4), head
+
+
+@gluon.jit
+def write_block(pipe, values):
+    """The producer's side of `read_block`."""
+    for n in gl.static_range(FIELDS + 1):
+        pipe.block.index(n).store(gl.full([1], values[n], gl.int32, one_number(1, 1)))
+
+
+@gluon.jit
+def write_end(pipe, full):
+    """After the last block: the consumers return."""
+    pipe.block.index(0).store(gl.full([1], -1, gl.int32, one_number(1, 1)))
+    mbarrier.arrive(full.index(0), count=1)
+
+
+@gluon.jit
 def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.constexpr):
     """Loads the operands of this program's blocks, until there are no more. dout_desc: the backward's, or None."""
     rows, heads, group = sizes
     BK: gl.constexpr = pipe.BK
-    ONE: gl.constexpr = one_number(1, 1)
     k_s = 0
     k_phase = 1
     v_s = 0
@@ -161,18 +182,12 @@ def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.
     t = gl.program_id(0)
     while t < rows * heads:
         following = start_fetch_add(blocks + FIELDS * rows)
-        i, head = place(t, rows, heads, SECTION)
-        row = gl.load(blocks + FIELDS * i)
-        least = gl.load(blocks + FIELDS * i + 1)
-        most = gl.load(blocks + FIELDS * i + 2)
-        right = gl.load(blocks + FIELDS * i + 3)
-        masked = gl.load(blocks + FIELDS * i + 4)
+        values = load_block(blocks, t, rows, heads, SECTION)
+        row, least, most, right, _, head = values
         kv_head = head // group
         mbarrier.wait(pipe.q_empty.index(0), q_phase)
         q_phase ^= 1
-        values = (row, least, most, right, masked, head)
-        for n in gl.static_range(FIELDS + 1):
-            pipe.block.index(n).store(gl.full([1], values[n], gl.int32, ONE))
+        write_block(pipe, values)
         q_full = pipe.q_full.index(0)
         if dout_desc is None:
             mbarrier.expect(q_full, pipe.CONSUMERS * pipe.PARTS * q_desc.nbytes_per_cta)
@@ -200,8 +215,7 @@ def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.
                 v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
         t = gl.num_programs(0) + finish_fetch_add(following)
     mbarrier.wait(pipe.q_empty.index(0), q_phase)
-    pipe.block.index(0).store(gl.full([1], -1, gl.int32, ONE))
-    mbarrier.arrive(pipe.q_full.index(0), count=1)
+    write_end(pipe, pipe.q_full)
 
 
 @gluon.jit

@@ -71,7 +71,7 @@ def blocks_that_see(first: jax.Array, end: jax.Array, *, S: int, bq: int, bk: in
 
 
 CONSUMER_ROWS = 64  # of a warp group's wgmma
-FIELDS = 5
+FIELDS = 5  # of a row of `query_blocks` and of `key_blocks`
 
 
 def query_blocks(first: jax.Array, end: jax.Array, *, S: int, bq: int, bk: int) -> jax.Array:

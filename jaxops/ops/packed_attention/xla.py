@@ -58,6 +58,12 @@ def backward_xla(
     )
 
 
+def along_rows(arrays: Arrays, out: jax.Array, dout: jax.Array) -> jax.Array:
+    """float32 [N, T]: of each row the sum of out * dout, 0 in rows that see nothing, whose dout may be NaN."""
+    sees = (arrays.first < arrays.end)[:, None, None]
+    return jnp.sum(jnp.where(sees, out.astype(jnp.float32) * dout.astype(jnp.float32), 0), axis=2).T
+
+
 def _without_others(arrays: Arrays) -> tuple[Rows, jax.Array, jax.Array]:
     """The operands, zero in rows outside: zero times NaN is NaN."""
     q, k, v, first, end, bounds, _ = arrays

@@ -2,8 +2,10 @@
 gradients, and tokens to experts."""
 
 from jaxops.parallel.collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from jaxops.parallel.dispatching import Dispatched, collect, dispatch
 from jaxops.parallel.exchange import add_own_rows, gather_parts, gather_pieces, sum_parts
 
 __all__ = [
-    "add_own_rows", "all_gather_matmul", "gather_parts", "gather_pieces", "matmul_reduce_scatter", "sum_parts",
+    "Dispatched", "add_own_rows", "all_gather_matmul", "collect", "dispatch", "gather_parts", "gather_pieces",
+    "matmul_reduce_scatter", "sum_parts",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""How a product across devices runs: in one kernel with its communication, or as XLA's collective and product."""
+"""How a product across devices runs: in one kernel with its communication, or as XLA's collective and product; and which
+collective takes tokens to their experts."""
 
 import dataclasses
 from typing import Literal
@@ -15,6 +16,7 @@ CHUNK = 4096  # elements that are sent at once
 COPIED = 4096  # rows of all devices from which on "auto" pads w: by its bytes, that takes a tenth of the product's time
 MOST = 8  # devices of a mesh axis: as many as XLA's barrier between devices of one process takes
 BACKENDS = "mosaic", "xla"
+WAYS = "ragged", "padded"
 OLDEST = 0, 11, 2  # JAX in which a Mosaic kernel reaches another device's memory
 
 
@@ -50,6 +52,36 @@ class Plan(BasePlan):
     backend: Literal["mosaic", "xla"] = "mosaic"
     tiles: Tiles | None = None
     why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangePlan(BasePlan):
+    """The plan of `dispatch` and `collect`.
+
+    Attributes:
+      backend: "ragged" for `jax.lax.ragged_all_to_all`, "padded" for `jax.lax.all_to_all` of as many rows for each device
+        as it could get.
+      why: of this one.
+    """
+
+    backend: Literal["ragged", "padded"] = "ragged"
+    why: str = ""
+
+
+def make_exchange_plan(device: Device, *, backend: str = "auto") -> ExchangePlan:
+    """Decides how rows are sent between devices like `device`; a pure function.
+
+    Raises:
+      NotImplementedError: backend="ragged" where XLA has no such collective.
+    """
+    if backend == "padded":
+        return ExchangePlan("padded", why="backend='padded'", device=device)
+    if device.platform == "gpu":
+        return ExchangePlan("ragged", why="it sends no row that is not needed", device=device)
+    why = f"XLA has jax.lax.ragged_all_to_all for GPUs, and this is {device.kind}"
+    if backend == "ragged":
+        raise NotImplementedError(f"backend='ragged': {why}. Write backend='auto' or 'padded'.")
+    return ExchangePlan("padded", why=why, device=device)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,13 @@
 """Rows of tokens to their experts and back: copies of each token's row, and weighted sums of the experts' outputs."""
 
-from jaxops.ops.permute.api import check_routing, combine, permute, permute_quantized, permute_within_groups
+from jaxops.ops.permute.api import (
+    check_routing,
+    combine,
+    permute,
+    permute_quantized,
+    permute_within_groups,
+    sum_of_rows,
+)
 from jaxops.ops.permute.plan import Plan, Problem, Tiles, candidates, make_plan
 
 __all__ = [
@@ -14,4 +21,5 @@ __all__ = [
     "permute",
     "permute_quantized",
     "permute_within_groups",
+    "sum_of_rows",
 ]

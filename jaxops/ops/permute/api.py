@@ -79,6 +79,17 @@ def permute_within_groups(x: jax.Array, routing: Routing, *, plan: Plan) -> jax.
     return _permute_forward(plan, x, routing, clear=False)
 
 
+def sum_of_rows(rows: jax.Array, routing: Routing) -> jax.Array:
+    """`permute`, transposed: `out[t] = sum_j rows[row_positions[t, j]]`, in float32, rounded once to rows' dtype.
+
+    Differentiable as `permute`. Nothing is checked.
+    """
+    T, k = routing.row_positions.shape
+    problem = Problem(T, rows.shape[1], k, jnp.dtype(rows.dtype).name)
+    plan, rows, routing = PLANNER.prepare(problem, "auto", None, rows, routing)
+    return _combine(plan, rows.dtype.name, rows, routing)
+
+
 def permute_quantized(q: Quantized, routing: Routing, *, plan: Plan) -> Quantized:
     """The row layout of `permute`'s rows, from the tokens' row layout: FP8 values and their scales are copied, where a
     cast of the rows would read and cast each token once a choice.

@@ -42,6 +42,8 @@ def _exchange(
       sizes: S, R, and how many rows a run has at most.
     """
     _, R, most = sizes
+    if 0 in (R, *operand.shape):
+        return vary_together(jnp.zeros((R, operand.shape[1]), operand.dtype), operand)[0]
     if way == "ragged":
         out, _ = vary_together(allocated((R, operand.shape[1]), operand.dtype), operand)
         offsets = mine.at, mine.sizes, mine.theirs, got.sizes

@@ -1,0 +1,108 @@
+"""What tests of exchanges of tokens share: who sends to whom, what arrives, and `jax.lax.ragged_all_to_all` without a
+GPU."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+from jaxops.parallel import collect, dispatch, dispatching
+from tests.parallel.cases import mesh_of
+
+T, D, K, OWN = 3, 5, 2, 2  # tokens and experts of a device
+
+
+def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """By its documentation, with all devices' operands. Rows that nobody sends, and results with sizes that disagree,
+    are NaN."""
+    me, (R, S) = lax.axis_index(axis_name), (output.shape[0], operand.shape[0])
+    everything = lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name)
+    output, row = jnp.full_like(output, jnp.nan), jnp.arange(R)
+    for source in range(input_offsets.shape[0]):
+        theirs, start, size, to = (array[source] for array in everything)
+        at = row - to[me]
+        sent = theirs[jnp.clip(start[me] + at, 0, S - 1)]
+        output = jnp.where(((at >= 0) & (at < size[me]))[:, None], sent, output)
+        output = jnp.where(size[me] == recv_sizes[source], output, jnp.nan)
+    return output
+
+
+def use_ragged(patch) -> None:
+    plan = dispatching.make_exchange_plan
+    on_gpu = lambda device, *, backend: plan(dataclasses.replace(device, platform="gpu"), backend=backend)
+    patch.setattr(dispatching, "make_exchange_plan", on_gpu)
+    patch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
+
+
+def layer(x, experts, weights, axis, rows, devices):
+    """Each token times the sum of its weights times (expert + 1), and what arrived."""
+    routing = jaxops.route_choices(experts, weights, max(OWN * devices, K))
+    received = dispatch(x, routing, axis, rows=rows)
+    there = jnp.arange(received.x.shape[0])[:, None] < received.there.sizes.sum()
+    first = OWN * lax.axis_index(axis) + 1
+    of_experts = jnp.where(received.routing.experts >= 0, received.routing.experts + first, 0)
+    factor = jnp.sum(received.routing.weights * of_experts.astype(jnp.float32), axis=1, keepdims=True)
+    y = received.x * factor.astype(x.dtype)
+    return collect(y, received, axis), (jnp.where(there, received.x, 0), received.dropped, there.sum()[None])
+
+
+@functools.cache
+def compiled(mesh_shape: tuple[int, ...], axis, rows: int | None, way: str, check_vma: bool = True):
+    """(result, what arrived, dx, dweights) of x [P, n * T, D], experts, weights [P, n * T, K], dout, for each of P."""
+    names, devices = ("i", "j")[: len(mesh_shape)], int(np.prod(mesh_shape))
+
+    def one(given):
+        x, experts, weights, dout = given
+        f = lambda x, weights: layer(x, experts, weights, axis, rows, devices)
+        out, vjp, arrived = jax.vjp(f, x, weights, has_aux=True)
+        return out, *arrived, *vjp(dout)
+
+    local = lambda *given: lax.map(one, given)
+    split = P(None, axis)
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh_of(*mesh_shape, names=names), in_specs=split, out_specs=split, check_vma=check_vma)
+    )
+
+
+def operands(experts: np.ndarray, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """Small whole numbers, whose sums are exact. A token without an expert is NaN."""
+    rng = np.random.default_rng(seed)
+    shape = experts.shape[:2]
+    x, dout = (rng.integers(-3, 4, size=(*shape, D)).astype(np.float32) for _ in range(2))
+    x[(experts < 0).all(axis=2)] = np.nan
+    return x, experts, rng.integers(1, 4, size=experts.shape).astype(np.float32), dout
+
+
+def wanted(x, experts, weights, dout, devices: int, rows: int | None = None):
+    """Token by token, for one pattern: as of `compiled`."""
+    R, n = min(rows or devices * T, devices * T), len(x)
+    source, arrived = np.arange(n) // T, np.zeros((devices, devices * T if rows is None else R, D), np.float32)
+    counts, kept = np.zeros(devices, np.int64), np.zeros(experts.shape, bool)
+    for t in range(n):  # sources in order, and their tokens
+        for device in {int(e) // OWN for e in experts[t] if e >= 0}:
+            if counts[device] < R:
+                arrived[device, counts[device]] = x[t]
+                counts[device] += 1
+                kept[t] |= (experts[t] >= 0) & (experts[t] // OWN == device)
+    assert source[-1] == devices - 1
+    factor = np.where(kept, weights * (experts + 1), 0).sum(axis=1, keepdims=True)
+    clean = np.where(np.isnan(x), 0, x)
+    dweights = np.where(kept, (experts + 1) * (clean * dout).sum(axis=1, keepdims=True), 0)
+    dropped = (experts >= 0) & ~kept
+    return clean * factor, arrived.reshape(-1, D), dropped, counts, factor * dout, dweights
+
+
+def patterns(sends: np.ndarray) -> np.ndarray:
+    """Experts [P, n * T, K] of tokens that go to the devices of sends [P, n, n]: each source's to its targets in turn."""
+    count, n, _ = sends.shape
+    experts = np.full((count, n, T, K), -1, np.int32)
+    for pattern, source in np.ndindex(count, n):
+        if len(targets := np.flatnonzero(sends[pattern, source])):
+            for token, j in np.ndindex(T, K):
+                experts[pattern, source, token, j] = OWN * targets[(token + j) % len(targets)] + (token + j) % OWN
+    return experts.reshape(count, n * T, K)

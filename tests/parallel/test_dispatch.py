@@ -1,0 +1,146 @@
+"""Tokens to the devices of their experts and back, against token by token: the same bits, for who sends to whom."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+from jaxops._lib.planning.device import Device
+from jaxops.parallel import collect, dispatch
+from jaxops.parallel.plan import make_exchange_plan
+from tests.devices import needs_four
+from tests.parallel import exchanges
+from tests.parallel.cases import mesh_of
+from tests.parallel.exchanges import D, K, OWN, T, compiled, operands, patterns, use_ragged, wanted
+
+pytestmark = [pytest.mark.versions, needs_four]
+
+
+@pytest.fixture(params=["padded", "ragged"])
+def way(request, monkeypatch):
+    if request.param == "ragged" and jax.default_backend() != "gpu":
+        use_ragged(monkeypatch)
+    return request.param
+
+
+def all_sends(devices: int) -> np.ndarray:
+    """Every pattern of who sends to whom; over four devices, those in which devices 0 and 2, and 1 and 3, do alike."""
+    rows = min(devices, 3) if devices < 4 else 2
+    numbers = np.arange(2 ** (rows * devices))
+    sends = (numbers[:, None] >> np.arange(rows * devices) & 1).astype(bool).reshape(-1, rows, devices)
+    return sends if devices < 4 else np.concatenate([sends, sends], axis=1)
+
+
+def check(given: tuple, got: tuple, devices: int, rows: int | None = None) -> None:
+    for number, of_one in enumerate(zip(*given, strict=True)):
+        for want, found in zip(wanted(*of_one, devices, rows), got, strict=True):
+            np.testing.assert_array_equal(np.asarray(found[number]), want, str(number))
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_every_pattern_of_empty_sends(devices, way):
+    given = operands(patterns(all_sends(devices)))
+    check(given, compiled((devices,), "i", None, way)(*given), devices)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_rows_beyond_the_bound_are_dropped_in_order(rows, way):
+    """Of the last devices, and of those the last tokens."""
+    given = operands(patterns(all_sends(3)[::7]))
+    got = compiled((3,), "i", rows, way)(*given)
+    assert np.asarray(got[2]).any(), "nothing is dropped"
+    check(given, got, 3, rows)
+
+
+@pytest.mark.parametrize("axis", [("i", "j"), ("j", "i")])
+def test_two_axes(axis, way):
+    """In the order of the axes that are passed; and with check_vma=False."""
+    given = operands(patterns(all_sends(4)[3::19]))
+    check(given, compiled((2, 2), axis, None, way, check_vma=False)(*given), 4)
+
+
+def test_more_devices_than_choices_and_repeated_experts(way):
+    """With four devices and two choices a token's devices are compared pairwise."""
+    rng = np.random.default_rng(3)
+    given = operands(rng.integers(-1, 4 * OWN, size=(20, 4 * T, K)).astype(np.int32))
+    check(given, compiled((4,), "i", None, way)(*given), 4)
+
+
+def over(f, count: int = 2, check_vma: bool = True):
+    return jax.jit(jax.shard_map(f, mesh=mesh_of(count, names=("i",)), in_specs=P("i"), out_specs=P("i"), check_vma=check_vma))
+
+
+def test_sums_are_rounded_once():
+    """bfloat16 rows of 256, 1, 1 and 1 are 259 in float32, rounded to 260."""
+
+    def f(x):
+        experts = jnp.arange(4, dtype=jnp.int32)[None, :]
+        received = dispatch(x, jaxops.route_choices(experts, jnp.ones((1, 4)), 4), "i")
+        value = jnp.where(jax.lax.axis_index("i") == 0, 256, 1).astype(x.dtype)
+        out, vjp = jax.vjp(lambda y: collect(y, received, "i"), jnp.full(received.x.shape, value))
+        dx = jax.vjp(lambda x: dispatch(x, jaxops.route_choices(experts, jnp.ones((1, 4)), 4), "i").x, x)[1]
+        return out, dx(jnp.full(received.x.shape, value))[0], vjp(out)[0][:1]
+
+    for found in over(f, 4)(jnp.ones((4, 2), jnp.bfloat16)):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), 260)
+
+
+def test_transformations():
+    """Under checkpoint and scan, and twice differentiable."""
+    given = operands(patterns(all_sends(2)[11:12]), seed=2)
+    x, experts, weights, dout = (array[0] for array in given)
+
+    def step(x, experts, weights):
+        return exchanges.layer(x, experts, weights, "i", None, 2)[0]
+
+    def scanned(x, experts, weights):
+        body = jax.checkpoint(lambda x, _: (step(x, experts, weights), None))
+        return jax.lax.scan(body, x, None, length=2)[0]
+
+    def f(x, experts, weights, dout):
+        gradient = lambda g, x: jax.vjp(g, x, experts, weights)[1](dout)[0]
+        of_scan = gradient(scanned, x)
+        twice = gradient(lambda x, e, w: step(step(x, e, w), e, w), x)
+        second = jax.vjp(lambda w: gradient(lambda x, e, _: step(x, e, w), x), weights)[1](x)[0]
+        return of_scan, twice, second
+
+    of_scan, twice, second = over(f)(x, experts, weights, dout)
+    factor = (weights * (experts + 1)).sum(axis=1, keepdims=True)
+    np.testing.assert_array_equal(twice, factor**2 * dout)
+    np.testing.assert_array_equal(of_scan, twice)
+    np.testing.assert_array_equal(second, (experts + 1) * (x * dout).sum(axis=1, keepdims=True))
+
+
+def test_no_tokens():
+    shapes = [np.zeros((0, *shape), dtype) for shape, dtype in (((D,), "f4"), ((K,), "i4"), ((K,), "f4"))]
+    assert over(lambda *given: exchanges.layer(*given, "i", None, 2)[0])(*shapes).shape == (0, D)
+
+
+def test_errors():
+    x, routing = jnp.ones((4, D)), jaxops.route(jnp.ones((4, 3)), 1)
+    with pytest.raises(ValueError, match=r"axis_name='i' is not an axis here: call inside jax\.shard_map"):
+        dispatch(x, routing, "i")
+    for how, error, found in (
+        ({}, ValueError, "routing has 3 experts, and axis_name='i' 2 devices"),
+        ({"rows": 0}, ValueError, "rows=0 must be at least 1"),
+        ({"backend": "xla"}, ValueError, "backend='xla': write 'auto', 'ragged', 'padded'"),
+        ({"backend": "ragged"}, NotImplementedError, r"backend='ragged': XLA has .* for GPUs, and this is .*'padded'"),
+    ):
+        E = 3 if not how else 4
+        call = lambda x, how=how, E=E: dispatch(x, jaxops.route(jnp.ones((x.shape[0], E)), 1), "i", **how).x
+        if how.get("backend") != "ragged" or jax.default_backend() == "cpu":
+            with pytest.raises(error, match=found):
+                over(call)(x)
+    with pytest.raises(ValueError, match="x's number of rows is 2, but T of routing.row_positions is 4"):
+        over(lambda x: dispatch(x, routing, "i").x)(x)
+    with pytest.raises(ValueError, match="y's number of rows is 1"):
+        over(lambda x: collect(x[:1], dispatch(x, jaxops.route(x[:, :4], 1), "i"), "i"))(x)
+
+
+def test_plan():
+    assert make_exchange_plan(Device("NVIDIA H200", "gpu")).backend == "ragged"
+    plan = make_exchange_plan(Device("cpu", "cpu"))
+    assert (plan.backend, plan.why) == ("padded", "XLA has jax.lax.ragged_all_to_all for GPUs, and this is cpu")
+    assert make_exchange_plan(Device("NVIDIA H200", "gpu"), backend="padded").why == "backend='padded'"

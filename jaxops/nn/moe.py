@@ -1,5 +1,6 @@
 """`MoE`: a mixture-of-experts layer, from tokens to tokens."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from jaxops.nn.router import Router
 from jaxops.ops.grouped_glu import UnitActivation, activation_name
 from jaxops.ops.moe_mlp import moe_mlp
 from jaxops.ops.route import Routing
-from jaxops.parallel import add_own_rows, gather_parts, gather_pieces
+from jaxops.parallel import Dispatched, add_own_rows, collect, dispatch, gather_parts, gather_pieces
 
 
 class MoE(nnx.Module):
@@ -56,8 +57,8 @@ class MoE(nnx.Module):
     (2, 3, 8)
 
     On several devices: inside `jax.shard_map`, with the same router on all devices of the axis `expert_axis`, and gate,
-    up and down split along their first axis. With gather_tokens each device passes its own tokens, equally many, and
-    gets their results; otherwise all pass the same tokens and get the same results.
+    up and down split along their first axis. With gather_tokens or send_tokens each device passes its own tokens,
+    equally many, and gets their results; otherwise all pass the same tokens and get the same results.
 
     Attributes:
       router: the router.
@@ -68,6 +69,9 @@ class MoE(nnx.Module):
         sent while the experts multiply another. 1 unless you set it. More need gather_tokens=True and a `Router`
         without a capacity that does not override `__call__`. Two made a
         step 2 % slower on two H200s (2026-11-25, sent by NCCL).
+      received_rows: with send_tokens, how many tokens a device has room for, as `rows` of `jaxops.parallel.dispatch`;
+        None, all devices', unless you set it. The returned routing marks what is dropped as beyond a capacity is: its
+        row_positions are T * k, its weights 0.
 
     Args:
       num_experts: experts E, of all devices together.
@@ -83,6 +87,10 @@ class MoE(nnx.Module):
       gather_tokens: whether tokens are split over expert_axis, too. They are gathered in dtype, the experts' results
         sent back in dtype and added in float32: a quarter of the bytes of a float32 sum over all tokens. The routing
         is that of all devices' tokens, in the devices' order.
+      send_tokens: instead of gather_tokens: a token is sent only to the devices that have its experts, by
+        `jaxops.parallel.dispatch`, in dtype; a device's experts' results for it are one row, rounded to dtype. Needs a
+        `Router` without a capacity that does not override `__call__`. The routing is that of own tokens, with load and
+        losses of all devices' tokens.
       recipe: None, or an FP8 recipe of `jaxops.moe_mlp`. Weights and tokens are quantized from dtype.
       dtype: dtype of the products (with a recipe, of the values between them) and of the result; promoted from x and
         the parameters by default. Gradients of parameters have param_dtype and are never rounded to dtype; the sum over
@@ -106,7 +114,7 @@ class MoE(nnx.Module):
     def __init__(
         self, num_experts: int, in_features: int, hidden_features: int, *, router: Callable[..., Any],
         activation: UnitActivation = "silu", use_bias: bool = False, expert_axis: str | tuple[str, ...] | None = None,
-        gather_tokens: bool = False, recipe: str | None = None, dtype: Dtype | None = None,
+        gather_tokens: bool = False, send_tokens: bool = False, recipe: str | None = None, dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32, precision: PrecisionLike = None,
         kernel_init: Initializer = default_kernel_init, pow2_scales: bool = False, backend: str = "auto",
         rngs: nnx.Rngs,
@@ -116,6 +124,8 @@ class MoE(nnx.Module):
         check_backend(backend, "triton", "pallas")
         if gather_tokens and expert_axis is None:
             raise ValueError("gather_tokens=True needs expert_axis, the mesh axis over which the tokens are split.")
+        if send_tokens and (expert_axis is None or gather_tokens):
+            raise ValueError("send_tokens=True needs expert_axis, and replaces gather_tokens: leave that one out.")
         check_dtypes(dtype, param_dtype)
 
         def make_kernel(*shape: int) -> nnx.Param[jax.Array]:
@@ -141,8 +151,8 @@ class MoE(nnx.Module):
             raise NotImplementedError(
                 f"recipe={recipe!r} has no experts with biases or 'swiglu_oai': leave recipe, or these, out."
             )
-        self.expert_axis, self.gather_tokens = expert_axis, gather_tokens
-        self.pieces = 1
+        self.expert_axis, self.gather_tokens, self.send_tokens = expert_axis, gather_tokens, send_tokens
+        self.pieces, self.received_rows = 1, None
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend
         self.recipe, self.pow2_scales = recipe, pow2_scales
 
@@ -160,7 +170,7 @@ class MoE(nnx.Module):
         Raises:
           ValueError: x or mask of another shape, a router with another number of experts, a share of the experts that
             does not fit expert_axis, a call outside of `jax.shard_map` with expert_axis, pieces that are below 1 or
-            that the layer cannot make.
+            that the layer cannot make, a router that cannot have send_tokens.
           TypeError: dtypes that the kernels do not multiply; a mask that is not bool; the router's result is no
             `jaxops.Routing`.
         """
@@ -180,14 +190,20 @@ class MoE(nnx.Module):
             split += f"expert_axis={self.expert_axis!r} has {devices} devices"
             raise ValueError(f"{split}: split the first axis of gate, up and down evenly over expert_axis.")
         tokens = x.reshape(-1, self.in_features)
-        parts, routing, routings = self._routed(tokens, mask, dtype, devices)
+        received: Any = None
+        if self.send_tokens:
+            received, routing = self._sent(tokens.astype(dtype), mask)
+            parts, routings = (received.x,), (received.routing,)
+        else:
+            parts, routing, routings = self._routed(tokens, mask, dtype, devices)
         if not isinstance(routing, Routing):
             other = f"a {type(routing).__name__}, not a jaxops.Routing"
             raise TypeError(f"the router returned {other}: take a jaxops.nn.Router, or call jaxops.route on logits.")
         if (E := routing.group_offsets.shape[0] - 1) != self.num_experts:
             raise ValueError(f"the router chose among {E} experts; this layer has num_experts={self.num_experts}.")
-        axis, wide = self.expert_axis, self.expert_axis is not None and not self.gather_tokens
-        if axis is not None:
+        axis = self.expert_axis
+        wide = axis is not None and not self.gather_tokens and received is None
+        if axis is not None and received is None:
             routings = tuple(each.own(gate.shape[0], axis) for each in routings)
         ys = moe_mlp(
             parts, gate, up, down, routings, biases=self._biases(), activation=self.activation, compute_dtype=dtype,
@@ -196,6 +212,8 @@ class MoE(nnx.Module):
         )  # fmt: skip
         if wide:
             ys = [lax.psum(y, axis).astype(dtype) for y in ys]
+        elif received is not None:
+            ys = (collect(ys[0], received, axis),)
         elif axis is not None:
             ys = add_own_rows(ys, axis)
         return (ys[0] if len(ys) == 1 else jnp.concatenate(ys)).reshape(x.shape), routing
@@ -209,8 +227,7 @@ class MoE(nnx.Module):
         self, tokens: jax.Array, mask: jax.Array | None, dtype: Dtype, devices: int
     ) -> tuple[tuple[jax.Array, ...], Routing, tuple[Routing, ...]]:
         """The tokens that this device's experts see, in pieces; the routing of all of them, and of each piece."""
-        axis, router, T = self.expert_axis, self.router, tokens.shape[0]
-        scorer = router if isinstance(router, Router) and type(router).__call__ is Router.__call__ else None
+        axis, router, T, scorer = self.expert_axis, self.router, tokens.shape[0], self._scorer()
         check_sizes(pieces=self.pieces)
         # With a capacity a token's experts depend on the tokens that are routed with it.
         if self.pieces > 1 and not (self.gather_tokens and scorer is not None and scorer.capacity is None):
@@ -240,6 +257,27 @@ class MoE(nnx.Module):
             for piece, own in zip(pieces, masks, strict=True)
         )
         return tuple(parts), routing, tuple(routings)
+
+    def _scorer(self) -> Router | None:
+        """The router, if its choice can be made apart from its scores."""
+        router = self.router
+        return router if isinstance(router, Router) and type(router).__call__ is Router.__call__ else None
+
+    def _sent(self, own: jax.Array, mask: jax.Array | None) -> tuple[Dispatched, Routing]:
+        """What this device received, and the routing of own tokens with load and losses of all devices' tokens."""
+        axis, scorer = self.expert_axis, self._scorer()
+        assert axis is not None  # __init__ checks it
+        # A capacity counts the tokens of all devices, and the losses of another router cannot be added up.
+        if self.pieces != 1 or scorer is None or scorer.capacity is not None:
+            needed = "pieces=1, and a `Router` without a capacity that does not override `__call__`"
+            raise ValueError(f"send_tokens=True needs {needed}: otherwise write gather_tokens=True instead.")
+        logits = scorer.logits(own)
+        routing = scorer.choose(logits, mask)
+        received = dispatch(own, routing, axis, rows=self.received_rows)
+        weights = jnp.where(received.dropped, 0, routing.weights)
+        positions = jnp.where(received.dropped, routing.row_positions.size, routing.row_positions)
+        routing = scorer.over_devices(routing, logits, mask, axis)
+        return received, dataclasses.replace(routing, weights=weights, row_positions=positions)
 
 
 def _routing(router: Callable[..., Routing], tokens: jax.Array, mask: jax.Array | None) -> Routing:

@@ -1,5 +1,6 @@
 """`Router`: the linear layer that scores the experts for each token, and the choice among them."""
 
+import dataclasses
 import functools
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxops.nn.arguments import check_backend, check_dtypes, check_matrix, check_sizes
@@ -164,6 +166,24 @@ class Router(nnx.Module):
         """
         bias = None if self.selection_bias is None else self.selection_bias[...]
         return route(logits, selection_bias=bias, mask=mask, **self._options())
+
+    def over_devices(
+        self, routing: Routing, logits: jax.Array, mask: jax.Array | None, axis_name: str | tuple[str, ...]
+    ) -> Routing:
+        """routing, with load, aux_loss and z_loss of all devices' tokens, inside `jax.shard_map`.
+
+        Args:
+          routing: of this device's tokens, by `choose(logits, mask)`.
+          logits, mask: as of `choose`.
+          axis_name: the mesh axis, or several, over which the tokens are split.
+        """
+        load = lax.psum(routing.load, axis_name)
+        total = jnp.maximum(jnp.sum(load), 1).astype(jnp.float32)
+        weight = jnp.sum(routing.load).astype(jnp.float32) / total
+        means = weight * self.mean_shares(logits, mask), weight * routing.z_loss
+        shares, z_loss = lax.psum(means, axis_name)
+        aux_loss = self.num_experts * jnp.sum(load.astype(jnp.float32) / total * shares)
+        return dataclasses.replace(routing, load=load, aux_loss=aux_loss, z_loss=z_loss)
 
     def update_bias(self, load: jax.Array, rate: float) -> None:
         """Moves selection_bias once per training step, outside of the gradient, by `jaxops.update_router_bias`.

@@ -121,9 +121,7 @@ def dispatch(
     arrived = jnp.arange(R, dtype=jnp.int32) < there.at[-1] + there.sizes[-1]
     # The op wants no more choices than experts; a token may have more choices than this device has experts.
     received = route_choices(jnp.where(_inside(experts, own), experts, -1), beside[:, k:], max(own, k), mask=arrived)
-    received = dataclasses.replace(
-        received, group_offsets=received.group_offsets[: own + 1], load=received.load[:own]
-    )
+    received = dataclasses.replace(received, group_offsets=received.group_offsets[: own + 1], load=received.load[:own])
     return Dispatched(x, received, _dropped(target, sends), _without_weights(sends), here, there)
 
 

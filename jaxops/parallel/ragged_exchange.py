@@ -54,8 +54,7 @@ def _exchange(
     blocks = lax.all_to_all(blocks, axis_name, 0, 0)
     source = jnp.clip(group_of_rows(got.at, R), 0, got.at.size - 1)
     at = jnp.arange(R, dtype=jnp.int32) - got.at[source]
-    rows = blocks[source, jnp.clip(at, 0, most - 1)]
-    return jnp.where((at < got.sizes[source])[:, None], rows, 0)
+    return blocks[source, jnp.clip(at, 0, most - 1)]
 
 
 def _fwd(axis_name, way, sizes, operand, mine, got):

@@ -38,15 +38,15 @@ def test_options_reach_the_op(monkeypatch):
 
 
 @functools.cache
-def results(expert_axis: str | None, gather_tokens: bool) -> tuple:
+def results(expert_axis: str | None, **exchange: bool) -> tuple:
     """y and the gradients of parameters and tokens."""
-    graphdef, params, rest = nnx.split(make(expert_axis=expert_axis, gather_tokens=gather_tokens), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(make(expert_axis=expert_axis, **exchange), nnx.Param, ...)
 
     def layer(params, x):
         return nnx.merge(graphdef, params, rest)(x)[0]
 
     if expert_axis:
-        rows = P(expert_axis) if gather_tokens else P()
+        rows = P(expert_axis) if exchange else P()
         experts = lambda path, _: P(expert_axis) if path[0].key in ("gate", "up", "down") else P()
         specs = jax.tree.map_with_path(experts, params)
         layer = jax.shard_map(layer, mesh=mesh_of(3, names=(expert_axis,)), in_specs=(specs, rows), out_specs=rows)
@@ -59,12 +59,12 @@ def results(expert_axis: str | None, gather_tokens: bool) -> tuple:
     return step(params, normal(1, T, D), normal(2, T, D))
 
 
-@pytest.mark.parametrize("gather_tokens", [False, True])
-def test_experts_over_devices(gather_tokens):
+@pytest.mark.parametrize("exchange", [(), ("gather_tokens",), ("send_tokens",)])
+def test_experts_over_devices(exchange):
     """Three devices with two experts each give what one with all gives: no block of 128 has rows of two experts."""
     if jax.device_count() < 3:
         pytest.skip("needs several devices")
-    got, want = results("expert", gather_tokens), results(None, gather_tokens=False)
+    got, want = results("expert", **dict.fromkeys(exchange, True)), results(None)
     for (path, ours), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         error = np.asarray(ours, np.float64) - np.asarray(wanted, np.float64)
         assert np.sqrt(np.mean(error**2) / np.mean(wanted**2)) < 2e-3, jax.tree_util.keystr(path)

@@ -48,7 +48,8 @@ def layer(x, experts, weights, axis, rows, devices):
     of_experts = jnp.where(received.routing.experts >= 0, received.routing.experts + first, 0)
     factor = jnp.sum(received.routing.weights * of_experts.astype(jnp.float32), axis=1, keepdims=True)
     y = received.x * factor.astype(x.dtype)
-    return collect(y, received, axis), (jnp.where(there, received.x, 0), received.dropped, there.sum()[None])
+    arrived = jnp.where(there, received.x, 0), received.dropped, there.sum()[None], received.routing.load[:OWN]
+    return collect(y, received, axis), arrived
 
 
 @functools.cache
@@ -65,7 +66,9 @@ def compiled(mesh_shape: tuple[int, ...], axis, rows: int | None, way: str, chec
     local = lambda *given: lax.map(one, given)
     split = P(None, axis)
     return jax.jit(
-        jax.shard_map(local, mesh=mesh_of(*mesh_shape, names=names), in_specs=split, out_specs=split, check_vma=check_vma)
+        jax.shard_map(
+            local, mesh=mesh_of(*mesh_shape, names=names), in_specs=split, out_specs=split, check_vma=check_vma
+        )
     )
 
 
@@ -81,7 +84,7 @@ def operands(experts: np.ndarray, seed: int = 0) -> tuple[np.ndarray, ...]:
 def wanted(x, experts, weights, dout, devices: int, rows: int | None = None):
     """Token by token, for one pattern: as of `compiled`."""
     R, n = min(rows or devices * T, devices * T), len(x)
-    source, arrived = np.arange(n) // T, np.zeros((devices, devices * T if rows is None else R, D), np.float32)
+    arrived = np.zeros((devices, devices * T if rows is None else R, D), np.float32)
     counts, kept = np.zeros(devices, np.int64), np.zeros(experts.shape, bool)
     for t in range(n):  # sources in order, and their tokens
         for device in {int(e) // OWN for e in experts[t] if e >= 0}:
@@ -89,12 +92,12 @@ def wanted(x, experts, weights, dout, devices: int, rows: int | None = None):
                 arrived[device, counts[device]] = x[t]
                 counts[device] += 1
                 kept[t] |= (experts[t] >= 0) & (experts[t] // OWN == device)
-    assert source[-1] == devices - 1
     factor = np.where(kept, weights * (experts + 1), 0).sum(axis=1, keepdims=True)
     clean = np.where(np.isnan(x), 0, x)
     dweights = np.where(kept, (experts + 1) * (clean * dout).sum(axis=1, keepdims=True), 0)
     dropped = (experts >= 0) & ~kept
-    return clean * factor, arrived.reshape(-1, D), dropped, counts, factor * dout, dweights
+    load = np.bincount(experts[kept], minlength=OWN * devices)
+    return clean * factor, arrived.reshape(-1, D), dropped, counts, load, factor * dout, dweights
 
 
 def patterns(sends: np.ndarray) -> np.ndarray:

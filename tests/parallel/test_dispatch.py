@@ -69,7 +69,9 @@ def test_more_devices_than_choices_and_repeated_experts(way):
 
 
 def over(f, count: int = 2, check_vma: bool = True):
-    return jax.jit(jax.shard_map(f, mesh=mesh_of(count, names=("i",)), in_specs=P("i"), out_specs=P("i"), check_vma=check_vma))
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh_of(count, names=("i",)), in_specs=P("i"), out_specs=P("i"), check_vma=check_vma)
+    )
 
 
 def test_sums_are_rounded_once():
@@ -111,6 +113,12 @@ def test_transformations():
     np.testing.assert_array_equal(twice, factor**2 * dout)
     np.testing.assert_array_equal(of_scan, twice)
     np.testing.assert_array_equal(second, (experts + 1) * (x * dout).sum(axis=1, keepdims=True))
+
+
+def test_x64():
+    given = operands(patterns(all_sends(2)[5:9]))
+    with jax.enable_x64(True):
+        check(given, compiled.__wrapped__((2,), "i", None, "padded")(*given), 2)
 
 
 def test_no_tokens():

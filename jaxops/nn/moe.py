@@ -152,7 +152,8 @@ class MoE(nnx.Module):
                 f"recipe={recipe!r} has no experts with biases or 'swiglu_oai': leave recipe, or these, out."
             )
         self.expert_axis, self.gather_tokens, self.send_tokens = expert_axis, gather_tokens, send_tokens
-        self.pieces, self.received_rows = 1, None
+        self.pieces = 1
+        self.received_rows: int | None = None
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend
         self.recipe, self.pow2_scales = recipe, pow2_scales
 
@@ -212,7 +213,7 @@ class MoE(nnx.Module):
         )  # fmt: skip
         if wide:
             ys = [lax.psum(y, axis).astype(dtype) for y in ys]
-        elif received is not None:
+        elif received is not None and axis is not None:
             ys = (collect(ys[0], received, axis),)
         elif axis is not None:
             ys = add_own_rows(ys, axis)

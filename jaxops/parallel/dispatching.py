@@ -60,7 +60,8 @@ def dispatch(
     >>> from jaxops.parallel import collect, dispatch
     >>> def layer(x, logits, w):  # a device's own tokens and experts
     ...     received = dispatch(x, jaxops.route(logits, 2), "expert")
-    ...     return collect(jaxops.moe_mlp(received.x, None, w, w, received.routing, activation="relu"), received, "expert")
+    ...     y = jaxops.moe_mlp(received.x, None, w, w, received.routing, activation="relu")
+    ...     return collect(y, received, "expert")
     >>> n = jax.device_count()
     >>> mesh = jax.make_mesh((n,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> split = jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
@@ -112,7 +113,7 @@ def dispatch(
     target = jnp.where(experts >= 0, experts // own, -1)
     sends = _sends(target, devices)
     here, there = _chunks(sends.load, names, R)
-    sends = _keep(sends, here) if R < devices * T else sends
+    sends = _keep(sends, here) if devices * T > R else sends
     # As numbers: exact, since there are fewer than 2**24 experts.
     beside = jnp.concatenate([experts.astype(jnp.float32), given.weights], axis=1)
     send = lambda operand: exchange(names, way, (sends.row_indices.size, R, T), permute(operand, sends), here, there)

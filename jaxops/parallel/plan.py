@@ -1,5 +1,6 @@
-"""How a product across devices runs: in one kernel with its communication, or as XLA's collective and product; and which
-collective takes tokens to their experts."""
+"""How a product across devices runs: in one kernel with its communication, or as XLA's collective and product.
+
+And which collective takes tokens to their experts."""
 
 import dataclasses
 from typing import Literal
@@ -59,8 +60,8 @@ class ExchangePlan(BasePlan):
     """The plan of `dispatch` and `collect`.
 
     Attributes:
-      backend: "ragged" for `jax.lax.ragged_all_to_all`, "padded" for `jax.lax.all_to_all` of as many rows for each device
-        as it could get.
+      backend: "ragged" for `jax.lax.ragged_all_to_all`, "padded" for `jax.lax.all_to_all` of as many rows for each
+        device as it could get.
       why: of this one.
     """
 

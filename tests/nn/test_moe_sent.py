@@ -21,10 +21,10 @@ T, E, D, F, K = 24, 8, 16, 12, 3
 ONE, TWO = ("i",), ("i", "j")
 
 
-def make(expert_axis=None, *, router: dict | None = None, **options) -> MoE:
+def make(expert_axis=None, *, k: int = K, capacity: int | None = None, **options) -> MoE:
     rngs = nnx.Rngs(0)
     return MoE(
-        E, D, F, router=Router(D, E, **{"k": K} | (router or {}), rngs=rngs), expert_axis=expert_axis,
+        E, D, F, router=Router(D, E, k, capacity=capacity, rngs=rngs), expert_axis=expert_axis,
         send_tokens=expert_axis is not None, rngs=rngs, **options,
     )  # fmt: skip
 
@@ -97,8 +97,9 @@ def test_equals_one_device(case, way, monkeypatch):
 
 def test_all_tokens_to_one_device_and_dropped_ones():
     """With room for fewer tokens the last devices' are dropped: marked, without results and gradients."""
-    mesh, layer = mesh_of(2, names=("i",)), make("i", router={"k": 1})
+    mesh, layer = mesh_of(2, names=("i",)), make("i", k=1)
     layer.received_rows = 15
+    assert isinstance(layer.router, Router)
     layer.router.kernel[...] = jnp.zeros((D, E)).at[:, 1].set(1.0)
     graphdef, params = nnx.split(layer)
     experts = lambda path, _: P("i") if path[0].key != "router" else P()
@@ -120,8 +121,8 @@ def test_all_tokens_to_one_device_and_dropped_ones():
 
 
 class FirstExpert(Router):
-    def __call__(self, x):
-        return self.choose(self.logits(x))
+    def __call__(self, x, mask=None):
+        return self.choose(self.logits(x), mask)
 
 
 def test_errors():
@@ -129,7 +130,7 @@ def test_errors():
         MoE(E, D, F, router=lambda x: x, send_tokens=True, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="send_tokens=True needs expert_axis, and replaces gather_tokens"):
         make("i", gather_tokens=True)
-    layers = [make("i", router={"capacity": 3}), make("i"), make("i")]
+    layers = [make("i", capacity=3), make("i"), make("i")]
     layers[1].router = FirstExpert(D, E, K, rngs=nnx.Rngs(0))
     layers[2].pieces = 2
     for layer in layers:

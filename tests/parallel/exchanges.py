@@ -39,8 +39,9 @@ def use_ragged(patch) -> None:
     patch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
 
 
-def layer(x, experts, weights, axis, rows, devices):
+def layer(given, axis, rows, devices):
     """Each token times the sum of its weights times (expert + 1), and what arrived."""
+    x, experts, weights = given
     routing = jaxops.route_choices(experts, weights, max(OWN * devices, K))
     received = dispatch(x, routing, axis, rows=rows)
     there = jnp.arange(received.x.shape[0])[:, None] < received.there.sizes.sum()
@@ -59,7 +60,7 @@ def compiled(mesh_shape: tuple[int, ...], axis, rows: int | None, way: str, chec
 
     def one(given):
         x, experts, weights, dout = given
-        f = lambda x, weights: layer(x, experts, weights, axis, rows, devices)
+        f = lambda x, weights: layer((x, experts, weights), axis, rows, devices)
         out, vjp, arrived = jax.vjp(f, x, weights, has_aux=True)
         return out, *arrived, *vjp(dout)
 
@@ -81,8 +82,9 @@ def operands(experts: np.ndarray, seed: int = 0) -> tuple[np.ndarray, ...]:
     return x, experts, rng.integers(1, 4, size=experts.shape).astype(np.float32), dout
 
 
-def wanted(x, experts, weights, dout, devices: int, rows: int | None = None):
+def wanted(given, devices: int, rows: int | None = None):
     """Token by token, for one pattern: as of `compiled`."""
+    x, experts, weights, dout = given
     R, n = min(rows or devices * T, devices * T), len(x)
     arrived = np.zeros((devices, devices * T if rows is None else R, D), np.float32)
     counts, kept = np.zeros(devices, np.int64), np.zeros(experts.shape, bool)
@@ -101,7 +103,7 @@ def wanted(x, experts, weights, dout, devices: int, rows: int | None = None):
 
 
 def patterns(sends: np.ndarray) -> np.ndarray:
-    """Experts [P, n * T, K] of tokens that go to the devices of sends [P, n, n]: each source's to its targets in turn."""
+    """Experts [P, n * T, K] of tokens: each source's go to its targets, sends [P, n, n], in turn."""
     count, n, _ = sends.shape
     experts = np.full((count, n, T, K), -1, np.int32)
     for pattern, source in np.ndindex(count, n):

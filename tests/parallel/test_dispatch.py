@@ -1,5 +1,7 @@
 """Tokens to the devices of their experts and back, against token by token: the same bits, for who sends to whom."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jaxops.parallel.plan import make_exchange_plan
 from tests.devices import needs_four
 from tests.parallel import exchanges
 from tests.parallel.cases import mesh_of
-from tests.parallel.exchanges import D, K, OWN, T, compiled, operands, patterns, use_ragged, wanted
+from tests.parallel.exchanges import OWN, D, K, T, compiled, operands, patterns, use_ragged, wanted
 
 pytestmark = [pytest.mark.versions, needs_four]
 
@@ -35,7 +37,7 @@ def all_sends(devices: int) -> np.ndarray:
 
 def check(given: tuple, got: tuple, devices: int, rows: int | None = None) -> None:
     for number, of_one in enumerate(zip(*given, strict=True)):
-        for want, found in zip(wanted(*of_one, devices, rows), got, strict=True):
+        for want, found in zip(wanted(of_one, devices, rows), got, strict=True):
             np.testing.assert_array_equal(np.asarray(found[number]), want, str(number))
 
 
@@ -95,7 +97,7 @@ def test_transformations():
     x, experts, weights, dout = (array[0] for array in given)
 
     def step(x, experts, weights):
-        return exchanges.layer(x, experts, weights, "i", None, 2)[0]
+        return exchanges.layer((x, experts, weights), "i", None, 2)[0]
 
     def scanned(x, experts, weights):
         body = jax.checkpoint(lambda x, _: (step(x, experts, weights), None))
@@ -123,25 +125,26 @@ def test_x64():
 
 def test_no_tokens():
     shapes = [np.zeros((0, *shape), dtype) for shape, dtype in (((D,), "f4"), ((K,), "i4"), ((K,), "f4"))]
-    assert over(lambda *given: exchanges.layer(*given, "i", None, 2)[0])(*shapes).shape == (0, D)
+    assert over(lambda *given: exchanges.layer(given, "i", None, 2)[0])(*shapes).shape == (0, D)
 
 
 def test_errors():
     x, routing = jnp.ones((4, D)), jaxops.route(jnp.ones((4, 3)), 1)
     with pytest.raises(ValueError, match=r"axis_name='i' is not an axis here: call inside jax\.shard_map"):
         dispatch(x, routing, "i")
-    for how, error, found in (
+    cases: tuple[tuple[dict[str, Any], type, str], ...] = (
         ({}, ValueError, "routing has 3 experts, and axis_name='i' 2 devices"),
         ({"rows": 0}, ValueError, "rows=0 must be at least 1"),
         ({"backend": "xla"}, ValueError, "backend='xla': write 'auto', 'ragged', 'padded'"),
         ({"backend": "ragged"}, NotImplementedError, r"backend='ragged': XLA has .* for GPUs, and this is .*'padded'"),
-    ):
+    )
+    for how, error, found in cases:
         E = 3 if not how else 4
         call = lambda x, how=how, E=E: dispatch(x, jaxops.route(jnp.ones((x.shape[0], E)), 1), "i", **how).x
         if how.get("backend") != "ragged" or jax.default_backend() == "cpu":
             with pytest.raises(error, match=found):
                 over(call)(x)
-    with pytest.raises(ValueError, match="x's number of rows is 2, but T of routing.row_positions is 4"):
+    with pytest.raises(ValueError, match=r"x's number of rows is 2, but T of routing\.row_positions is 4"):
         over(lambda x: dispatch(x, routing, "i").x)(x)
     with pytest.raises(ValueError, match="y's number of rows is 1"):
         over(lambda x: collect(x[:1], dispatch(x, jaxops.route(x[:, :4], 1), "i"), "i"))(x)

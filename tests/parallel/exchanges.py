@@ -3,6 +3,7 @@ GPU."""
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,18 +40,19 @@ def use_ragged(patch) -> None:
     patch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
 
 
-def layer(given, axis, rows, devices):
+def layer(given, axis, rows, devices, way="ragged"):
     """Each token times the sum of its weights times (expert + 1), and what arrived."""
     x, experts, weights = given
     routing = jaxops.route_choices(experts, weights, max(OWN * devices, K))
-    received = dispatch(x, routing, axis, rows=rows)
+    how: dict[str, Any] = {"backend": "auto" if way == "ragged" else way}  # "auto" is "padded" on a CPU
+    received = dispatch(x, routing, axis, rows=rows, **how)
     there = jnp.arange(received.x.shape[0])[:, None] < received.there.sizes.sum()
     first = OWN * lax.axis_index(axis) + 1
     of_experts = jnp.where(received.routing.experts >= 0, received.routing.experts + first, 0)
     factor = jnp.sum(received.routing.weights * of_experts.astype(jnp.float32), axis=1, keepdims=True)
     y = received.x * factor.astype(x.dtype)
     arrived = jnp.where(there, received.x, 0), received.dropped, there.sum()[None], received.routing.load[:OWN]
-    return collect(y, received, axis), arrived
+    return collect(y, received, axis, **how), arrived
 
 
 @functools.cache
@@ -60,7 +62,7 @@ def compiled(mesh_shape: tuple[int, ...], axis, rows: int | None, way: str, chec
 
     def one(given):
         x, experts, weights, dout = given
-        f = lambda x, weights: layer((x, experts, weights), axis, rows, devices)
+        f = lambda x, weights: layer((x, experts, weights), axis, rows, devices, way)
         out, vjp, arrived = jax.vjp(f, x, weights, has_aux=True)
         return out, *arrived, *vjp(dout)
 

@@ -103,7 +103,7 @@ def linear_cross_entropy(
     compute = compute_dtype_of("x", x, "w", w, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
     logits = compute if logits_dtype is None else float_dtype("logits_dtype", logits_dtype)
-    problem = Problem(T, x.shape[1], V, compute.name, logits.name, transpose_w)
+    problem = Problem(T, x.shape[1], V, compute.name, logits.name, transpose_w, jnp.dtype(w.dtype).name)
     device = device_of(x, w, targets)
     rows = tuned_rows("linear_cross_entropy", device, "grouped_matmul")
     made = make_plan(problem, device, rows, backend=backend, plan=plan)

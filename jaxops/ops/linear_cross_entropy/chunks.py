@@ -80,7 +80,11 @@ def tokens(spec: Spec, operands: Operands) -> Tokens:
 def tokens_and_gradients(
     spec: Spec, operands: Operands, cotangents: Tokens
 ) -> tuple[Tokens, tuple[jax.Array, jax.Array, jax.Array | None]]:
-    """Also the gradients of x, in the compute dtype, and of w and bias, in float32."""
+    """Also the gradients of x, in the compute dtype, and of w and bias, in float32; of w in bfloat16 where w is, and
+    all rows are one chunk. float16 has not the range: the gradients are not divided by the number of tokens yet."""
+    whole = spec.plan.rows is None or spec.plan.rows >= operands.x.shape[0]
+    narrow = whole and spec.dtypes[1] == spec.compute_dtype == jnp.bfloat16
+    dw_dtype = jnp.bfloat16 if narrow else jnp.float32
 
     def of_chunk(sums, rows: Operands, cotangents: Tokens) -> tuple[Any, tuple[Tokens, jax.Array]]:
         logits, (dw, dbias) = _logits(spec, rows), sums or (None, None)
@@ -90,7 +94,7 @@ def tokens_and_gradients(
         d = d.astype(spec.compute_dtype)
         x = jnp.where(_counts(spec, rows)[:, None], rows.x, 0)  # NaN times the zero gradient of such a row is NaN
         pair = (d, x) if spec.transpose_w else (x, d)
-        dw = _weight_gradient(spec, dw, *pair)
+        dw = _weight_gradient(spec, dw, *pair, dw_dtype)
         dx = _product(spec, d, rows.w, (1, 0 if spec.transpose_w else 1), spec.compute_dtype)
         return (dw, dbias), (_tokens(spec, rows, logits, found), dx)
 
@@ -127,14 +131,14 @@ def _added(total: jax.Array | None, more: jax.Array) -> jax.Array:
     return more if total is None else total + more
 
 
-def _weight_gradient(spec: Spec, total: jax.Array | None, a: jax.Array, b: jax.Array) -> jax.Array:
-    """total + a.T @ b, in float32. On Hopper L2 adds, beside the products: cuBLAS reads and writes total in between
-    them."""
+def _weight_gradient(spec: Spec, total: jax.Array | None, a: jax.Array, b: jax.Array, dtype) -> jax.Array:
+    """total + a.T @ b in dtype, which is total's. On Hopper L2 adds, beside the products: cuBLAS reads and writes total
+    in between them."""
     if spec.plan.backend != "triton":
-        return _added(total, _product(spec, a, b, (0, 0), jnp.float32))
+        return _added(total, _product(spec, a, b, (0, 0), dtype))
     into, plan = None if total is None else total[None], spec.plan.products
     offsets = jnp.array([0, a.shape[0]], jnp.int32)
-    return grouped_wgrad(a, b, offsets, accumulate_into=into, out_dtype=jnp.float32, plan=plan)[0]
+    return grouped_wgrad(a, b, offsets, accumulate_into=into, out_dtype=dtype, plan=plan)[0]
 
 
 def _product(spec: Spec, a: jax.Array, b: jax.Array, contracted: tuple[int, int], dtype) -> jax.Array:

@@ -55,7 +55,8 @@ class Problem:
 def rows_at_a_time(problem: Problem) -> int | None:
     """Rows of a chunk: None for all, or a multiple of `TILE` of which the last chunk leaves few empty.
 
-    All rows at once need no float32 sum of a narrower w's gradient: its bytes may be logits instead.
+    All rows at once need no float32 sum of a narrower w's gradient: its bytes may be logits instead, twice, since XLA
+    does not overwrite them outside of a loop.
 
     Each chunk reads and writes that sum, so few are better. At most a power of two, for which cuBLAS has the better
     kernels: T 16,384, D 2,048, V 151,936 takes 54.8 ms in chunks of 1,664 rows, 51.9 in chunks of 2,048; T 8,192,
@@ -65,7 +66,7 @@ def rows_at_a_time(problem: Problem) -> int | None:
     narrow = jnp.dtype(problem.w_dtype or problem.dtype).itemsize < 4
     sum_bytes = 4 * problem.D * problem.V if narrow else 0
     most = max(TILE, power_of_2(LIMIT_BYTES // row_bytes + 1) // 2)
-    if is_symbolic(T) or max(most, (LIMIT_BYTES + sum_bytes) // row_bytes) >= T:
+    if is_symbolic(T) or max(most, (LIMIT_BYTES + sum_bytes) // (2 * row_bytes)) >= T:
         return None
     chunks = -(-T // most)
     return -(-T // (chunks * TILE)) * TILE

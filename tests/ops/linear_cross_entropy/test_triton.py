@@ -89,7 +89,7 @@ def test_shard_map_checks_varying_axes(split):
 
 
 def test_plan():
-    problem = Problem(8192, 4096, 131_072, "bfloat16", "bfloat16", w_dtype="float32")
+    problem = Problem(8192, 4096, 131_072, "bfloat16", "bfloat16")
     plan = make_plan(problem, H200)
     assert (plan.backend, plan.rows, plan.products.fwd.kernel) == ("triton", 2048, "triton")
     assert make_plan(problem, H200, plan=Plan("triton", rows=512)).rows == 512

@@ -13,7 +13,7 @@ from jax.custom_batching import sequential_vmap
 from jaxops._lib.arrays.manual_axes import barrier, out_struct, vary_as
 from jaxops._lib.arrays.partitioning import partitioned
 from jaxops.ops.grouped_matmul import grouped_wgrad
-from jaxops.ops.linear_cross_entropy.plan import Plan
+from jaxops.ops.linear_cross_entropy.plan import Plan, stores_bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +80,10 @@ def tokens(spec: Spec, operands: Operands) -> Tokens:
 def tokens_and_gradients(
     spec: Spec, operands: Operands, cotangents: Tokens
 ) -> tuple[Tokens, tuple[jax.Array, jax.Array, jax.Array | None]]:
-    """Also the gradients of x, in the compute dtype, and of w and bias, in float32; of w in bfloat16 where w is, and
-    all rows are one chunk. float16 has not the range: the gradients are not divided by the number of tokens yet."""
+    """Also the gradients of x, in the compute dtype, and of w and bias, in float32; of w in one chunk as of
+    `stores_bfloat16`."""
     whole = spec.plan.rows is None or spec.plan.rows >= operands.x.shape[0]
-    narrow = whole and spec.dtypes[1] == spec.compute_dtype == jnp.bfloat16
+    narrow = whole and stores_bfloat16(spec.compute_dtype.name, str(spec.dtypes[1]))
     dw_dtype = jnp.bfloat16 if narrow else jnp.float32
 
     def of_chunk(sums, rows: Operands, cotangents: Tokens) -> tuple[Any, tuple[Tokens, jax.Array]]:

@@ -225,6 +225,7 @@ def test_rows_at_a_time():
     for T, D, V in ((8192, 4096, 131_072), (16_384, 2048, 151_936), (8192, 2880, 201_088), (4096, 7168, 129_280)):
         assert rows_of(T, D, V) == 2048
         assert rows_of(T, D, V, wide=False) == (None if D == 7168 else 2048)
+        assert rows_at_a_time(Problem(T, D, V, "float16", "float16")) == 2048
     assert rows_of(4096, 1, 122_000) is None
     assert rows_of(1000, 1, 1 << 40, 4) == TILE
     rng = np.random.default_rng(0)

@@ -39,7 +39,7 @@ def linear_cross_entropy(
 ) -> Any:  # fmt: skip
     """The cross-entropy of the logits `x @ w` with target words, without an array of all logits.
 
-    Rows are taken in chunks of at most 1 GB of logits, which XLA overwrites with their gradients on a GPU. All rows are
+    Rows are taken in chunks of at most 1 GB of logits; on Hopper their gradients are made in their memory. All rows are
     one chunk if T is a symbolic size, or if that takes no more memory than a chunk and a float32 sum of w's gradient,
     which it does not need; in bfloat16 w's gradient is then rounded before it is multiplied by the loss' cotangent.
     With "mean" and "sum" a differentiated call makes a chunk's gradients while its logits are there: three products in

@@ -89,8 +89,10 @@ def tokens_and_gradients(
     def of_chunk(sums, rows: Operands, cotangents: Tokens) -> tuple[Any, tuple[Tokens, jax.Array]]:
         logits, (dw, dbias) = _logits(spec, rows), sums or (None, None)
         found = _statistics(spec, rows, logits)
-        d = _logit_gradients(spec, rows, logits.products, found.log_sum, cotangents)
-        dbias = None if rows.bias is None else _added(dbias, jnp.sum(d, axis=0))
+        # All that is read of the logits comes first: their gradients may have their memory.
+        products, found = barrier((logits.products, found))
+        d = _logit_gradients(spec, rows, products, found, cotangents)
+        dbias = None if rows.bias is None else _added(dbias, jnp.sum(d, axis=0, dtype=jnp.float32))
         d = d.astype(spec.compute_dtype)
         x = jnp.where(_counts(spec, rows)[:, None], rows.x, 0)  # NaN times the zero gradient of such a row is NaN
         pair = (d, x) if spec.transpose_w else (x, d)
@@ -247,14 +249,31 @@ def _tokens(spec: Spec, rows: Operands, logits: _Logits, found: _Statistics) -> 
 
 
 def _logit_gradients(
-    spec: Spec, rows: Operands, products: jax.Array, log_sum: jax.Array, cotangents: Tokens
+    spec: Spec, rows: Operands, products: jax.Array, found: _Statistics, cotangents: Tokens
 ) -> jax.Array:
-    """Gradients of the products, float32: zero in rows that do not count, NaN in those whose target is no word."""
-    (values, slope), (first, count) = _values(spec, products, rows.bias), _words(spec, products)
+    """Gradients of the products, in float32 or rounded: zero in rows that do not count, NaN in those whose target is no
+    word."""
+    first, count = _words(spec, products)
     smooth, dloss = spec.label_smoothing, jnp.where(_known(spec, rows, count), cotangents.losses, jnp.nan)
-    of_sum = dloss * (1 + 2 * spec.z_loss * log_sum) + cotangents.log_sums
-    words = lax.broadcasted_iota(jnp.int32, values.shape, 1) + first
-    wanted = (1 - smooth) * (words == rows.targets[:, None]).astype(jnp.float32) + smooth / count
-    d = of_sum[:, None] * jnp.exp(values - log_sum[:, None]) - dloss[:, None] * wanted
+    of_sum = dloss * (1 + 2 * spec.z_loss * found.log_sum) + cotangents.log_sums
+    of_target, of_words, own = dloss * (1 - smooth), dloss * (smooth / count), rows.targets - first
+    counts = _counts(spec, rows)
+    if spec.plan.backend == "triton":
+        numbers = jnp.stack([found.log_sum, of_sum, of_target, of_words, counts.astype(jnp.float32)])
+        return _gradients_on_hopper(spec, products, rows.bias, own, numbers)
+    values, slope = _values(spec, products, rows.bias)
+    words = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    d = of_sum[:, None] * jnp.exp(values - found.log_sum[:, None]) - of_words[:, None]
+    d = d - jnp.where(words == own[:, None], of_target[:, None], 0.0)
     d = d if slope is None else d * slope
-    return jnp.where(_counts(spec, rows)[:, None], d, 0.0)
+    return jnp.where(counts[:, None], d, 0.0)
+
+
+def _gradients_on_hopper(
+    spec: Spec, products: jax.Array, bias: jax.Array | None, targets: jax.Array, numbers: jax.Array
+) -> jax.Array:
+    from jaxops.ops.linear_cross_entropy.gradients_triton import gradients_triton
+
+    kernel = sequential_vmap(functools.partial(gradients_triton, soft_cap=spec.soft_cap))
+    of_part = lambda _, *given: kernel(*given)
+    return partitioned(of_part, (products, bias, targets, numbers), ("m.", ".", "m", ".m"), "m.", split="m")

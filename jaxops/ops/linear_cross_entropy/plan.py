@@ -11,7 +11,7 @@ from jaxops._lib.planning.device import Device
 from jaxops._lib.planning.plans import BasePlan, Call, Planner, check_fields
 from jaxops.ops import grouped_matmul
 
-LIMIT_BYTES = 10**9  # of the logits of a chunk of some rows, which XLA overwrites with their gradients on a GPU
+LIMIT_BYTES = 10**9  # of the logits of a chunk of some rows
 TILE = 128  # rows of a product's tile
 
 
@@ -20,8 +20,8 @@ class Plan(BasePlan):
     """How logits are made.
 
     Attributes:
-      backend: "triton" (Hopper): a product whose epilogue has each row's statistics; "xla": XLA's product, and passes
-        over the logits.
+      backend: "triton" (Hopper): a product whose epilogue has each row's statistics, and a pass that makes the
+        gradients in the logits' memory; "xla": XLA's product, and passes over the logits.
       rows: whose logits are in memory at a time; None, of a symbolic size, for all.
       products: of a chunk's rows; "triton" takes the tiles of the forward and of w's gradient.
     """
@@ -58,12 +58,14 @@ def stores_bfloat16(dtype: str, w_dtype: str) -> bool:
     return dtype == w_dtype == "bfloat16"
 
 
-def rows_at_a_time(problem: Problem) -> int | None:
+def rows_at_a_time(problem: Problem, in_place: bool) -> int | None:
     """Rows of a chunk: None for all, or a multiple of `TILE` of which the last chunk leaves few empty.
 
+    in_place: the logits' gradients have their memory.
+
     All rows at once need no float32 sum where w's gradient can be stored in bfloat16: the sum's bytes may be logits
-    instead. They count twice, since XLA may keep them beside their gradients. T 4,096, D 7,168, V 129,280 takes 34.5 ms
-    so, 36.7 in chunks of 2,048 (H200, 2026-11-29).
+    instead, with their gradients. T 4,096, D 7,168, V 129,280 takes 34.5 ms so, 36.7 in chunks of 2,048 (H200,
+    2026-11-29).
 
     Each chunk reads and writes that sum, so few are better. At most a power of two, for which cuBLAS has the better
     kernels: T 16,384, D 2,048, V 151,936 takes 54.8 ms in chunks of 1,664 rows, 51.9 in chunks of 2,048; T 8,192,
@@ -72,7 +74,8 @@ def rows_at_a_time(problem: Problem) -> int | None:
     T, row_bytes = problem.T, problem.V * jnp.dtype(problem.logits_dtype).itemsize
     sum_bytes = 4 * problem.D * problem.V if stores_bfloat16(problem.dtype, problem.w_dtype or problem.dtype) else 0
     most = max(TILE, power_of_2(LIMIT_BYTES // row_bytes + 1) // 2)
-    if is_symbolic(T) or max(most, (LIMIT_BYTES + sum_bytes) // (2 * row_bytes)) >= T:
+    all_bytes = row_bytes if in_place else 2 * row_bytes
+    if is_symbolic(T) or max(most, (LIMIT_BYTES + sum_bytes) // all_bytes) >= T:
         return None
     chunks = -(-T // most)
     return -(-T // (chunks * TILE)) * TILE
@@ -89,7 +92,7 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
         raise NotImplementedError(
             f"T={p.T} is symbolic, and plan.rows is {call.plan.rows}: leave it out, for all rows."
         )
-    rows = call.plan.rows or rows_at_a_time(p)
+    rows = call.plan.rows or rows_at_a_time(p, call.backend == "triton")
     if call.backend == "xla":
         return {"rows": rows}
     grouped_matmul.check_triton(p.product(p.T), call.device)

@@ -95,6 +95,13 @@ def check_matrix(x: jax.Array, shape: str, columns: int) -> None:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be {shape}: {flatten}.")
 
 
+def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+    if (found := getattr(mask, "shape", None)) != shape:
+        raise ValueError(f"mask has shape {found}; it must be a bool array {shape}, True for each token that counts.")
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"mask is {mask.dtype}; write mask.astype(jnp.bool).")
+
+
 def devices_on(argument: str, axis: str | tuple[str, ...], instead: str = "") -> int:
     """The number of devices on a mesh axis, or on several together.
 

@@ -16,6 +16,7 @@ from jaxops.nn.arguments import (
     check_columns,
     check_dtypes,
     check_grouped_recipe,
+    check_mask,
     check_sizes,
     devices_on,
     make_part,
@@ -177,9 +178,7 @@ class MoE(nnx.Module):
         """
         check_columns(x, self.in_features)
         if mask is not None:
-            if (shape := getattr(mask, "shape", None)) != x.shape[:-1]:
-                needed = f"a bool array {x.shape[:-1]}, True for each token of x that counts"
-                raise ValueError(f"mask has shape {shape}; it must be {needed}.")
+            check_mask(mask, x.shape[:-1])
             mask = mask.reshape(-1)
         gate, up, down = self.gate[...], self.up[...], self.down[...]
         devices = 1
@@ -238,7 +237,7 @@ class MoE(nnx.Module):
             routing = _routing(router, tokens, mask)
             return (tokens.astype(dtype),), routing, (routing,)
         assert axis is not None  # __init__ checks it
-        own = tokens.astype(dtype)
+        own, own_mask = tokens.astype(dtype), mask
         if mask is not None:
             mask = gather_parts(mask, axis)
         if scorer is None:
@@ -247,7 +246,7 @@ class MoE(nnx.Module):
             return parts, routing, (routing,)
         # Scores are made where the tokens are, and are few bytes: the choice does not wait for tokens.
         ends = _ends(T, self.pieces)
-        logits, *parts = gather_pieces([scorer.logits(own), *jnp.split(own, ends)], axis)
+        logits, *parts = gather_pieces([scorer.logits(own, own_mask), *jnp.split(own, ends)], axis)
         routing = scorer.choose(logits, mask)
         if not ends:
             return tuple(parts), routing, (routing,)

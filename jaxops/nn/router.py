@@ -12,7 +12,7 @@ from flax.typing import Dtype, Initializer
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxops.nn.arguments import check_backend, check_dtypes, check_matrix, check_sizes
+from jaxops.nn.arguments import check_backend, check_dtypes, check_mask, check_matrix, check_sizes
 from jaxops.ops.route import Routing, mean_shares, route, router_logits, update_router_bias
 
 
@@ -118,24 +118,29 @@ class Router(nnx.Module):
           A `jaxops.Routing`, with weights, load and losses.
 
         Raises:
-          ValueError: x of another shape, or as `jaxops.route`.
+          ValueError: x or mask of another shape, or as `jaxops.route`.
           TypeError: a mask that is not bool.
         """
-        return self.choose(self.logits(x), mask)
+        return self.choose(self.logits(x, mask), mask)
 
-    def logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """The scores before softmax or sigmoid, without selection_bias.
 
         Args:
-          x: as in a call.
+          x, mask: as in a call. Tokens that do not count are read as zeros.
 
         Returns:
           [T, num_experts] float32.
 
         Raises:
-          ValueError: x of another shape.
+          ValueError: x or mask of another shape.
+          TypeError: a mask that is not bool.
         """
         check_matrix(x, f"[T, in_features={self.in_features}]", self.in_features)
+        if mask is not None:
+            check_mask(mask, x.shape[:1])
+            # Their logits have zero gradients, but NaN times zero in the kernel's gradient would be NaN.
+            x = jnp.where(mask[:, None], x, 0)
         return checkpoint_name(router_logits(x, self.kernel[...], backend=self.backend), "router.logits")
 
     def mean_shares(self, logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:

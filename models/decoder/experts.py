@@ -74,8 +74,8 @@ class DecoderRouter(Router):
         self.sharded = sharded
         self.bias: Any = nnx.Param(jnp.zeros(c.experts, jnp.float32)) if c.expert_bias else nnx.data(None)
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        logits = super().logits(x)
+    def logits(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        logits = super().logits(x, mask)
         return logits if self.bias is None else logits + self.bias[...][None, :]
 
     def choose(self, logits: jax.Array, mask: jax.Array | None = None) -> jaxops.Routing:

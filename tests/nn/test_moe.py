@@ -84,6 +84,25 @@ def test_leading_axes():
     np.testing.assert_array_equal(y.reshape(-1, D), flat)
 
 
+@pytest.mark.parametrize("gather", [False, True])
+def test_what_a_token_that_does_not_count_holds_reaches_no_gradient(gather):
+    layer = make(expert_axis="expert" if gather else None, gather_tokens=gather)
+    x, mask = tokens(), jnp.arange(T) % 3 > 0
+    graphdef, params = nnx.split(layer)
+
+    def loss(params, x):
+        y, routing = nnx.merge(graphdef, params)(x, mask)
+        return jnp.sum(y**2) + routing.aux_loss + routing.z_loss
+
+    mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    gradients = jax.grad(loss, (0, 1))
+    if gather:  # one device has all tokens and experts
+        gradients = jax.shard_map(gradients, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    of_zeros, of_nans = (jax.jit(gradients)(params, jnp.where(mask[:, None], x, at)) for at in (0, jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, of_zeros, of_nans)
+    assert not any(jnp.isnan(d).any() for d in jax.tree.leaves(of_nans))
+
+
 def test_pieces_need_choices_by_token():
     """A capacity depends on which tokens are routed together."""
     mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
@@ -189,6 +208,8 @@ def test_errors():
         moe(jnp.ones((T, D + 1)))
     with pytest.raises(ValueError, match=r"mask has shape \(24, 1\); it must be a bool array \(24,\), True for each"):
         moe(jnp.ones((T, D)), jnp.ones((T, 1), bool))
+    with pytest.raises(TypeError, match=r"mask is float32; write mask\.astype\(jnp\.bool\)"):
+        moe.router(tokens(), jnp.ones(T))
     with pytest.raises(ValueError, match=r"x has shape \(2, 3, 8\).*\[T, in_features=8\].*flatten"):
         moe.router(jnp.ones((2, 3, D)))
     with pytest.raises(ValueError, match=r"no selection_bias to update.*use_bias=True"):

@@ -123,12 +123,17 @@ class OutTile:
     halves: int = 1
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["result"])
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """An operand that the kernel also writes to, and that is not used afterwards."""
+    """An operand whose memory the kernel also writes to.
+
+    Attributes:
+      result: number of the result that has this memory; None if it is not used afterwards.
+    """
 
     array: jax.Array
+    result: int | None = None
 
 
 def triton_call(
@@ -253,9 +258,10 @@ def _launch(
             else:
                 arguments[i] = TensorDescriptor.from_array(before, argument.block, layout=argument.layout)
         elif isinstance(argument, Scratch):
-            aliases[number] = len(types)
+            aliases[number] = len(types) if argument.result is None else argument.result
             arguments[i] = argument.array
-            types.append(jax.ShapeDtypeStruct(argument.array.shape, argument.array.dtype))
+            if argument.result is None:
+                types.append(jax.ShapeDtypeStruct(argument.array.shape, argument.array.dtype))
     arrays, tree = jax.tree.flatten(arguments)
     # enable_fp_fusion is explicit: Triton 3.9 warns without it, 3.10 will change the default.
     options = {"num_warps": 4, "num_stages": 3, "num_ctas": programs, "enable_fp_fusion": True}

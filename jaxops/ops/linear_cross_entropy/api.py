@@ -39,11 +39,13 @@ def linear_cross_entropy(
 ) -> Any:  # fmt: skip
     """The cross-entropy of the logits `x @ w` with target words, without an array of all logits.
 
-    Rows are taken in chunks. At most 1 GB of logits is in memory (all, if T is a symbolic size), and on a GPU XLA
-    overwrites it with their gradients. With "mean" and "sum" a differentiated call makes a chunk's gradients while its
-    logits are there: three products in all, where a `jax.checkpoint` around each chunk takes four. A call that is not
-    differentiated makes no gradients. With "none" the tokens' cotangents are known only in the backward, which makes
-    the logits again. Differentiable (reverse mode) in x, w, bias and weights. Deterministic.
+    Rows are taken in chunks of at most 1 GB of logits; on Hopper their gradients are made in their memory. All rows are
+    one chunk if T is a symbolic size, or if that takes no more memory than a chunk and a float32 sum of w's gradient,
+    which it does not need; in bfloat16 w's gradient is then rounded before it is multiplied by the loss' cotangent.
+    With "mean" and "sum" a differentiated call makes a chunk's gradients while its logits are there: three products in
+    all, where a `jax.checkpoint` around each chunk takes four. A call that is not differentiated makes no gradients.
+    With "none" the tokens' cotangents are known only in the backward, which makes the logits again. Differentiable
+    (reverse mode) in x, w, bias and weights. Deterministic.
 
     >>> import jax.numpy as jnp, jaxops
     >>> x, w = jnp.eye(3), jnp.log(jnp.array([[1., 2., 1.], [4., 2., 2.], [9., 9., 9.]]))
@@ -103,7 +105,7 @@ def linear_cross_entropy(
     compute = compute_dtype_of("x", x, "w", w, compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
     logits = compute if logits_dtype is None else float_dtype("logits_dtype", logits_dtype)
-    problem = Problem(T, x.shape[1], V, compute.name, logits.name, transpose_w)
+    problem = Problem(T, x.shape[1], V, compute.name, logits.name, transpose_w, jnp.dtype(w.dtype).name)
     device = device_of(x, w, targets)
     rows = tuned_rows("linear_cross_entropy", device, "grouped_matmul")
     made = make_plan(problem, device, rows, backend=backend, plan=plan)

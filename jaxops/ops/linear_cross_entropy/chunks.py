@@ -13,7 +13,7 @@ from jax.custom_batching import sequential_vmap
 from jaxops._lib.arrays.manual_axes import barrier, out_struct, vary_as
 from jaxops._lib.arrays.partitioning import partitioned
 from jaxops.ops.grouped_matmul import grouped_wgrad
-from jaxops.ops.linear_cross_entropy.plan import Plan
+from jaxops.ops.linear_cross_entropy.plan import Plan, stores_bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +80,23 @@ def tokens(spec: Spec, operands: Operands) -> Tokens:
 def tokens_and_gradients(
     spec: Spec, operands: Operands, cotangents: Tokens
 ) -> tuple[Tokens, tuple[jax.Array, jax.Array, jax.Array | None]]:
-    """Also the gradients of x, in the compute dtype, and of w and bias, in float32."""
+    """Also the gradients of x, in the compute dtype, and of w and bias, in float32; of w in one chunk as of
+    `stores_bfloat16`."""
+    whole = spec.plan.rows is None or spec.plan.rows >= operands.x.shape[0]
+    narrow = whole and stores_bfloat16(spec.compute_dtype.name, str(spec.dtypes[1]))
+    dw_dtype = jnp.bfloat16 if narrow else jnp.float32
 
     def of_chunk(sums, rows: Operands, cotangents: Tokens) -> tuple[Any, tuple[Tokens, jax.Array]]:
         logits, (dw, dbias) = _logits(spec, rows), sums or (None, None)
         found = _statistics(spec, rows, logits)
-        d = _logit_gradients(spec, rows, logits.products, found.log_sum, cotangents)
-        dbias = None if rows.bias is None else _added(dbias, jnp.sum(d, axis=0))
+        # All that is read of the logits comes first: their gradients may have their memory.
+        products, found = barrier((logits.products, found))
+        d = _logit_gradients(spec, rows, products, found, cotangents)
+        dbias = None if rows.bias is None else _added(dbias, jnp.sum(d, axis=0, dtype=jnp.float32))
         d = d.astype(spec.compute_dtype)
         x = jnp.where(_counts(spec, rows)[:, None], rows.x, 0)  # NaN times the zero gradient of such a row is NaN
         pair = (d, x) if spec.transpose_w else (x, d)
-        dw = _weight_gradient(spec, dw, *pair)
+        dw = _weight_gradient(spec, dw, *pair, dw_dtype)
         dx = _product(spec, d, rows.w, (1, 0 if spec.transpose_w else 1), spec.compute_dtype)
         return (dw, dbias), (_tokens(spec, rows, logits, found), dx)
 
@@ -127,14 +133,14 @@ def _added(total: jax.Array | None, more: jax.Array) -> jax.Array:
     return more if total is None else total + more
 
 
-def _weight_gradient(spec: Spec, total: jax.Array | None, a: jax.Array, b: jax.Array) -> jax.Array:
-    """total + a.T @ b, in float32. On Hopper L2 adds, beside the products: cuBLAS reads and writes total in between
-    them."""
+def _weight_gradient(spec: Spec, total: jax.Array | None, a: jax.Array, b: jax.Array, dtype) -> jax.Array:
+    """total + a.T @ b in dtype, which is total's. On Hopper L2 adds, beside the products: cuBLAS reads and writes total
+    in between them."""
     if spec.plan.backend != "triton":
-        return _added(total, _product(spec, a, b, (0, 0), jnp.float32))
+        return _added(total, _product(spec, a, b, (0, 0), dtype))
     into, plan = None if total is None else total[None], spec.plan.products
     offsets = jnp.array([0, a.shape[0]], jnp.int32)
-    return grouped_wgrad(a, b, offsets, accumulate_into=into, out_dtype=jnp.float32, plan=plan)[0]
+    return grouped_wgrad(a, b, offsets, accumulate_into=into, out_dtype=dtype, plan=plan)[0]
 
 
 def _product(spec: Spec, a: jax.Array, b: jax.Array, contracted: tuple[int, int], dtype) -> jax.Array:
@@ -243,14 +249,31 @@ def _tokens(spec: Spec, rows: Operands, logits: _Logits, found: _Statistics) -> 
 
 
 def _logit_gradients(
-    spec: Spec, rows: Operands, products: jax.Array, log_sum: jax.Array, cotangents: Tokens
+    spec: Spec, rows: Operands, products: jax.Array, found: _Statistics, cotangents: Tokens
 ) -> jax.Array:
-    """Gradients of the products, float32: zero in rows that do not count, NaN in those whose target is no word."""
-    (values, slope), (first, count) = _values(spec, products, rows.bias), _words(spec, products)
+    """Gradients of the products, in float32 or rounded: zero in rows that do not count, NaN in those whose target is no
+    word."""
+    first, count = _words(spec, products)
     smooth, dloss = spec.label_smoothing, jnp.where(_known(spec, rows, count), cotangents.losses, jnp.nan)
-    of_sum = dloss * (1 + 2 * spec.z_loss * log_sum) + cotangents.log_sums
-    words = lax.broadcasted_iota(jnp.int32, values.shape, 1) + first
-    wanted = (1 - smooth) * (words == rows.targets[:, None]).astype(jnp.float32) + smooth / count
-    d = of_sum[:, None] * jnp.exp(values - log_sum[:, None]) - dloss[:, None] * wanted
+    of_sum = dloss * (1 + 2 * spec.z_loss * found.log_sum) + cotangents.log_sums
+    of_target, of_words, own = dloss * (1 - smooth), dloss * (smooth / count), rows.targets - first
+    counts = _counts(spec, rows)
+    if spec.plan.backend == "triton":
+        numbers = jnp.stack([found.log_sum, of_sum, of_target, of_words, counts.astype(jnp.float32)])
+        return _gradients_on_hopper(spec, products, rows.bias, own, numbers)
+    values, slope = _values(spec, products, rows.bias)
+    words = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    d = of_sum[:, None] * jnp.exp(values - found.log_sum[:, None]) - of_words[:, None]
+    d = d - jnp.where(words == own[:, None], of_target[:, None], 0.0)
     d = d if slope is None else d * slope
-    return jnp.where(_counts(spec, rows)[:, None], d, 0.0)
+    return jnp.where(counts[:, None], d, 0.0)
+
+
+def _gradients_on_hopper(
+    spec: Spec, products: jax.Array, bias: jax.Array | None, targets: jax.Array, numbers: jax.Array
+) -> jax.Array:
+    from jaxops.ops.linear_cross_entropy.gradients_triton import gradients_triton
+
+    kernel = sequential_vmap(functools.partial(gradients_triton, soft_cap=spec.soft_cap))
+    of_part = lambda _, *given: kernel(*given)
+    return partitioned(of_part, (products, bias, targets, numbers), ("m.", ".", "m", ".m"), "m.", split="m")

@@ -11,7 +11,7 @@ from jaxops._lib.planning.device import Device
 from jaxops._lib.planning.plans import BasePlan, Call, Planner, check_fields
 from jaxops.ops import grouped_matmul
 
-LIMIT_BYTES = 10**9  # of a chunk's logits, which XLA overwrites with their gradients on a GPU
+LIMIT_BYTES = 10**9  # of the logits of a chunk of some rows
 TILE = 128  # rows of a product's tile
 
 
@@ -20,8 +20,8 @@ class Plan(BasePlan):
     """How logits are made.
 
     Attributes:
-      backend: "triton" (Hopper): a product whose epilogue has each row's statistics; "xla": XLA's product, and passes
-        over the logits.
+      backend: "triton" (Hopper): a product whose epilogue has each row's statistics, and a pass that makes the
+        gradients in the logits' memory; "xla": XLA's product, and passes over the logits.
       rows: whose logits are in memory at a time; None, of a symbolic size, for all.
       products: of a chunk's rows; "triton" takes the tiles of the forward and of w's gradient.
     """
@@ -38,7 +38,7 @@ class Plan(BasePlan):
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What a plan depends on: x [T, D], V words (of this device), dtypes of the products and of the logits in memory,
-    whether w is [V, D]."""
+    whether w is [V, D], and its dtype, if that is not the products'."""
 
     T: int
     D: int
@@ -46,20 +46,36 @@ class Problem:
     dtype: str
     logits_dtype: str
     transpose_w: bool = False
+    w_dtype: str | None = None
 
     def product(self, rows: int) -> grouped_matmul.Problem:
         return grouped_matmul.Problem(1, rows, self.D, self.V, self.dtype, self.transpose_w)
 
 
-def rows_at_a_time(T: int, V: int, logit_bytes: int) -> int | None:
+def stores_bfloat16(dtype: str, w_dtype: str) -> bool:
+    """Whether w's gradient is stored in bfloat16 where all rows are one chunk, by dtypes of the products and of w.
+    float16 has not the range: the gradient is not divided by the number of tokens yet."""
+    return dtype == w_dtype == "bfloat16"
+
+
+def rows_at_a_time(problem: Problem, in_place: bool) -> int | None:
     """Rows of a chunk: None for all, or a multiple of `TILE` of which the last chunk leaves few empty.
 
-    A chunk reads and writes the float32 sum of w's gradient, so few are better. At most a power of two, for which
-    cuBLAS has the better kernels: T 16,384, D 2,048, V 151,936 takes 54.8 ms in chunks of 1,664 rows, 51.9 in chunks of
-    2,048; T 8,192, D 2,880, V 201,088 49.7 in chunks of 1,024, 47.9 of 2,048 (H200, 2026-11-28).
+    in_place: the logits' gradients have their memory.
+
+    All rows at once need no float32 sum where w's gradient can be stored in bfloat16: the sum's bytes may be logits
+    instead, with their gradients. T 4,096, D 7,168, V 129,280 takes 34.5 ms so, 36.7 in chunks of 2,048 (H200,
+    2026-11-29).
+
+    Each chunk reads and writes that sum, so few are better. At most a power of two, for which cuBLAS has the better
+    kernels: T 16,384, D 2,048, V 151,936 takes 54.8 ms in chunks of 1,664 rows, 51.9 in chunks of 2,048; T 8,192,
+    D 2,880, V 201,088 49.7 in chunks of 1,024, 47.9 of 2,048 (H200, 2026-11-28).
     """
-    most = max(TILE, power_of_2(LIMIT_BYTES // (V * logit_bytes) + 1) // 2)
-    if is_symbolic(T) or most >= T:
+    T, row_bytes = problem.T, problem.V * jnp.dtype(problem.logits_dtype).itemsize
+    sum_bytes = 4 * problem.D * problem.V if stores_bfloat16(problem.dtype, problem.w_dtype or problem.dtype) else 0
+    most = max(TILE, power_of_2(LIMIT_BYTES // row_bytes + 1) // 2)
+    all_bytes = row_bytes if in_place else 2 * row_bytes
+    if is_symbolic(T) or max(most, (LIMIT_BYTES + sum_bytes) // all_bytes) >= T:
         return None
     chunks = -(-T // most)
     return -(-T // (chunks * TILE)) * TILE
@@ -76,7 +92,7 @@ def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
         raise NotImplementedError(
             f"T={p.T} is symbolic, and plan.rows is {call.plan.rows}: leave it out, for all rows."
         )
-    rows = call.plan.rows or rows_at_a_time(p.T, p.V, jnp.dtype(p.logits_dtype).itemsize)
+    rows = call.plan.rows or rows_at_a_time(p, call.backend == "triton")
     if call.backend == "xla":
         return {"rows": rows}
     grouped_matmul.check_triton(p.product(p.T), call.device)

@@ -1,5 +1,7 @@
 """The Hopper kernel: compiled for an H200 without one, chosen by plans, and the op with it in the simulator."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import jaxops
 from jaxops._lib.planning.device import Device
 from jaxops.ops import grouped_matmul
 from jaxops.ops.linear_cross_entropy import Plan, Problem, make_plan
+from jaxops.ops.linear_cross_entropy.gradients_triton import gradients_triton
 from jaxops.ops.linear_cross_entropy.logits_triton import logits_triton
 from tests.arrays import put
 from tests.compare import assert_close
@@ -54,16 +57,27 @@ def test_kernel(tiles, options, spilled, tmp_path):
     check(kernel, instructions, 2, SHARED_BYTES, tmp_path, spilled, programs=tiles.programs)
 
 
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_gradients_are_read_and_written_in_whole_words_of_16_bytes(soft_cap):
+    bias = (shape(V),) if soft_cap else ()
+    call = lambda products, targets, numbers, *bias: gradients_triton(
+        products, *(bias or (None,)), targets, numbers, soft_cap=soft_cap
+    )
+    (kernel,) = compiled(call, shape(T, V), shape(T, dtype="int32"), shape(5, T, dtype="float32"), *bias)
+    loads, stores = (re.findall(rf"{name}\.global\S*v4\.b32", kernel.ptx) for name in ("ld", "st"))
+    assert (len(loads), len(stores)) == (4 * (1 + len(bias)), 4), kernel.ptx
+
+
 @pytest.mark.parametrize("w", [(D, V), (V, D)])
 def test_a_users_call(w):
-    """Two kernels of ours a chunk; "auto" takes them on an H200."""
+    """Three kernels of ours a chunk; "auto" takes them on an H200."""
 
     def gradients(x, w, targets):
         loss = lambda x, w: jaxops.linear_cross_entropy(x, w, targets, transpose_w=w.shape[0] == V)
         return jax.value_and_grad(loss, (0, 1))(x, w)
 
     found = launched(gradients, shape(T, D), shape(*w), shape(T, dtype="int32"))
-    assert found == ["linear_cross_entropy", "grouped_matmul_wgrad"]
+    assert found == ["linear_cross_entropy", "logit_gradients", "grouped_matmul_wgrad"]
 
 
 @pytest.mark.parametrize("split", ["words", "rows"])
@@ -89,7 +103,7 @@ def test_shard_map_checks_varying_axes(split):
 
 
 def test_plan():
-    problem = Problem(8192, 4096, 131_072, "bfloat16", "bfloat16")
+    problem = Problem(8192, 2048, 131_072, "bfloat16", "bfloat16")
     plan = make_plan(problem, H200)
     assert (plan.backend, plan.rows, plan.products.fwd.kernel) == ("triton", 2048, "triton")
     assert make_plan(problem, H200, plan=Plan("triton", rows=512)).rows == 512

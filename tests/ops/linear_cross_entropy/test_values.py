@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops.ops.linear_cross_entropy import Plan
-from jaxops.ops.linear_cross_entropy.plan import LIMIT_BYTES, TILE, rows_at_a_time
+from jaxops.ops.linear_cross_entropy.plan import LIMIT_BYTES, TILE, Problem, rows_at_a_time
 from tests.arrays import put
 from tests.compare import assert_close
 from tests.jaxprs import equations
@@ -217,16 +217,27 @@ def test_memory(reduction):
 
 
 def test_rows_at_a_time():
-    """Within the limit, or one tile; few rows of the last chunk empty."""
-    for T, V in ((8192, 131_072), (16_384, 151_936), (8192, 201_088), (4096, 129_280)):
-        assert rows_at_a_time(T, V, 2) == 2048
-    assert rows_at_a_time(4096, 122_000, 2) is None
-    assert rows_at_a_time(1000, 1 << 40, 4) == TILE
+    """Within the limit, or one tile; few rows of the last chunk empty. Where a narrow w's gradient needs no float32
+    sum, its bytes may be logits."""
+    rows_of = lambda T, D, V, size=2, wide=True, in_place=False: rows_at_a_time(
+        Problem(T, D, V, "bfloat16", {2: "bfloat16", 4: "float32"}[size], w_dtype="float32" if wide else None),
+        in_place,
+    )
+    for T, D, V in ((8192, 4096, 131_072), (16_384, 2048, 151_936), (8192, 2880, 201_088), (4096, 7168, 129_280)):
+        assert rows_of(T, D, V) == 2048
+        assert rows_of(T, D, V, wide=False) == (None if D == 7168 else 2048)
+        assert rows_of(T, D, V, wide=False, in_place=True) == (2048 if D == 2048 else None)
+        assert rows_at_a_time(Problem(T, D, V, "float16", "float16"), True) == 2048
+    assert rows_of(4096, 1, 122_000) is None
+    assert rows_of(1000, 1, 1 << 40, 4) == TILE
     rng = np.random.default_rng(0)
     for _ in range(200):
-        T, V, size = int(rng.integers(1, 1 << 17)), int(rng.integers(1, 300_000)), int(rng.choice([2, 4]))
-        rows = rows_at_a_time(T, V, size)
-        assert (rows or T) * V * size <= LIMIT_BYTES or rows == TILE
+        T, D, V = (int(rng.integers(1, most)) for most in (1 << 17, 10_000, 300_000))
+        size, wide, in_place = int(rng.choice([2, 4])), *map(bool, rng.integers(2, size=2))
+        rows = rows_of(T, D, V, size, wide, in_place)
+        used, whole = (rows or T) * V * size, rows is None and not wide
+        assert used <= LIMIT_BYTES or rows == TILE or whole
+        assert used <= LIMIT_BYTES or not whole or (2 - in_place) * used <= LIMIT_BYTES + 4 * D * V
         if rows is not None:
             chunks = -(-T // rows)
             assert rows % TILE == 0

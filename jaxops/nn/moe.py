@@ -271,7 +271,7 @@ class MoE(nnx.Module):
         if self.pieces != 1 or scorer is None or scorer.capacity is not None:
             needed = "pieces=1, and a `Router` without a capacity that does not override `__call__`"
             raise ValueError(f"send_tokens=True needs {needed}: otherwise write gather_tokens=True instead.")
-        logits = scorer.logits(own)
+        logits = scorer.logits(own, mask)
         routing = scorer.choose(logits, mask)
         received = dispatch(own, routing, axis, rows=self.received_rows)
         weights = jnp.where(received.dropped, 0, routing.weights)

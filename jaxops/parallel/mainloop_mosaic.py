@@ -124,7 +124,7 @@ def _views(shape: tuple[int, ...], dtype) -> Any:
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-def _claim(_, counter, tile) -> None:
+def claim_next(_, counter, tile) -> None:
     """tile = counter, counter += 1, by the first thread of the warpgroup. Pallas has no atomic that returns a value."""
     asm = """{
       .reg .pred first; .reg .u32 lane, claimed;
@@ -225,7 +225,7 @@ def produce(p: Problem, tiles: Tiles, counter, load, sender, wait_for_rows, empt
         """This program's tile i. Claimed late: a program that started early would otherwise hold two early tiles."""
         slot = lax.rem(i, jnp.int32(AHEAD))
         pl.when(i >= AHEAD)(lambda: plgpu.barrier_wait(scratch["taken"].at[slot]))
-        _claim(counter, scratch["tile_smem"].at[slot])
+        claim_next(counter, scratch["tile_smem"].at[slot])
         plgpu.barrier_arrive(scratch["claimed"].at[slot])
 
     def slot_of(step):

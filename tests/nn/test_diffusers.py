@@ -215,16 +215,37 @@ def test_dit():
     check("dit", DiT(nnx.Rngs(0)), put, call)
 
 
+class PixArt(nnx.Module):
+    """From rows and embedded timesteps [B, D] to the input of the last product."""
+
+    def __init__(self, layers: int, rngs: nnx.Rngs):
+        self.head = nnx.Linear(WIDTH, 6 * WIDTH, rngs=rngs)
+        self.blocks = nnx.List([guide()["PixArtBlock"](WIDTH, HEADS, rngs) for _ in range(layers)])
+        self.norm = AdaLayerNorm(WIDTH, None, per="sequence", epsilon=1e-6, rngs=rngs)
+
+    def __call__(self, x, embedded, offsets, captions, caption_offsets):
+        cond = self.head(jax.nn.silu(embedded))
+        for block in self.blocks:
+            x = block(x, cond, offsets, captions, caption_offsets)
+        return self.norm(x, jnp.tile(embedded, (1, 2)), offsets)
+
+
 def test_pixart():
     """The whole of it, captions included, by the ops."""
     code = guide()
+
+    def put(model, weights):
+        code["put"](model.head, weights, "adaln_single.linear", code["SHIFT_FIRST"])
+        model.norm.modulation[...] = jnp.asarray(code["parts"](weights["scale_shift_table"], (1, 0)))
+        for i, block in enumerate(model.blocks):
+            code["put_pixart_block"](block, weights, f"transformer_blocks.{i}")
 
     def call(module, inputs):
         x, offsets = packed(inputs)
         captions, caption_offsets = packed({"x": inputs["captions"]})
         return {"y": module(x, inputs["embedded"], offsets, captions, caption_offsets).reshape(inputs["x"].shape)}
 
-    check("pixart", code["PixArt"](WIDTH, HEADS, 2, nnx.Rngs(0)), code["put_pixart"], call)
+    check("pixart", PixArt(2, nnx.Rngs(0)), put, call)
 
 
 def test_all_data_is_compared():

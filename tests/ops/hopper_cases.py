@@ -305,6 +305,8 @@ def _unit(name: str, rng) -> Problem:
     gathered, joined, biased = (option in options for option in ("gathered", "joined", "biased"))
     M, K, F, G, T = 420, 128 if gathered else 136, 264 if gathered else 272, 5, 530
     offsets = offsets_of(rng, M, G)
+    if gathered and not joined:  # no index is read behind the last one
+        offsets[-1] = M
     x = whole(rng, T if gathered else M, K, most=1)
     # Of "swiglu_oai" a third is clamped.
     weights = tuple(whole(rng, G, K, F, most=1) / (1 if activation == "swiglu_oai" else 4) for _ in range(2))

@@ -40,8 +40,9 @@ def linear_cross_entropy(
     """The cross-entropy of the logits `x @ w` with target words, without an array of all logits.
 
     Rows are taken in chunks of at most 1 GB of logits; on Hopper their gradients are made in their memory. All rows are
-    one chunk if T is a symbolic size, or if that takes no more memory than a chunk and a float32 sum of w's gradient,
-    which it does not need; in bfloat16 w's gradient is then rounded before it is multiplied by the loss' cotangent.
+    one chunk if T is a symbolic size, if logits and gradients take at most 2 GB, or if they take no more than a chunk
+    and a float32 sum of w's gradient, which one chunk does not need: in bfloat16 w's gradient is then rounded before it
+    is multiplied by the loss' cotangent.
     With "mean" and "sum" a differentiated call makes a chunk's gradients while its logits are there: three products in
     all, where a `jax.checkpoint` around each chunk takes four. A call that is not differentiated makes no gradients.
     With "none" the tokens' cotangents are known only in the backward, which makes the logits again. Differentiable

@@ -118,15 +118,13 @@ def _over_chunks(spec: Spec, of_chunk: Callable, operands: Operands, *more: Toke
     if rows is None or rows >= T:
         return turn(None, given)
 
-    def cut(a: jax.Array) -> jax.Array:  # added rows have no cotangents, and no results
-        a = jnp.pad(a[rows:], ((0, -T % rows), *[(0, 0)] * (a.ndim - 1)))
-        return a.reshape(a.shape[0] // rows, rows, *a.shape[1:])
-
+    others, fewer = (T - 1) // rows, (T - 1) % rows + 1  # of the first chunk, so that the others are whole
     # The barrier keeps the first chunk's logits from being in memory with the others'.
-    sums, first = barrier(turn(None, jax.tree.map(lambda a: a[:rows], given)))
-    sums, others = lax.scan(turn, sums, jax.tree.map(cut, given))
-    join = lambda a, b: jnp.concatenate([a, b.reshape(b.shape[0] * rows, *b.shape[2:])[: T - rows]])
-    return sums, jax.tree.map(join, first, others)
+    sums, first = barrier(turn(None, jax.tree.map(lambda a: a[:fewer], given)))
+    cut = lambda a: a[fewer:].reshape(others, rows, *a.shape[1:])
+    sums, rest = lax.scan(turn, sums, jax.tree.map(cut, given))
+    join = lambda a, b: jnp.concatenate([a, b.reshape(T - fewer, *b.shape[2:])])
+    return sums, jax.tree.map(join, first, rest)
 
 
 def _added(total: jax.Array | None, more: jax.Array) -> jax.Array:

@@ -5,13 +5,13 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxops._lib.arrays.powers import power_of_2
 from jaxops._lib.arrays.symbolic import is_symbolic
 from jaxops._lib.planning.device import Device
 from jaxops._lib.planning.plans import BasePlan, Call, Planner, check_fields
 from jaxops.ops import grouped_matmul
 
 LIMIT_BYTES = 10**9  # of the logits of a chunk of some rows
+WHOLE_BYTES = 2 * 10**9  # of all logits, with their gradients: up to there no float32 sum is worth more memory
 TILE = 128  # rows of a product's tile
 
 
@@ -59,7 +59,7 @@ def stores_bfloat16(dtype: str, w_dtype: str) -> bool:
 
 
 def rows_at_a_time(problem: Problem, in_place: bool) -> int | None:
-    """Rows of a chunk: None for all, or a multiple of `TILE` of which the last chunk leaves few empty.
+    """Rows of a chunk: None for all, or a multiple of `TILE`; the first chunk may have fewer.
 
     in_place: the logits' gradients have their memory.
 
@@ -67,15 +67,15 @@ def rows_at_a_time(problem: Problem, in_place: bool) -> int | None:
     instead, with their gradients. T 4,096, D 7,168, V 129,280 takes 34.5 ms so, 36.7 in chunks of 2,048 (H200,
     2026-11-29).
 
-    Each chunk reads and writes that sum, so few are better. At most a power of two, for which cuBLAS has the better
-    kernels: T 16,384, D 2,048, V 151,936 takes 54.8 ms in chunks of 1,664 rows, 51.9 in chunks of 2,048; T 8,192,
-    D 2,880, V 201,088 49.7 in chunks of 1,024, 47.9 of 2,048 (H200, 2026-11-28).
+    Each chunk reads and writes that sum, so few are better: T 32,768, D 5,120, V 152,064 takes 235.0 ms in chunks of
+    2,048 rows, 232.5 in chunks of 3,072; T 16,384, D 2,048, V 151,936 48.9 in chunks of 2,048, 48.0 of 2,816 (H200,
+    2026-11-29).
     """
     T, row_bytes = problem.T, problem.V * jnp.dtype(problem.logits_dtype).itemsize
     sum_bytes = 4 * problem.D * problem.V if stores_bfloat16(problem.dtype, problem.w_dtype or problem.dtype) else 0
-    most = max(TILE, power_of_2(LIMIT_BYTES // row_bytes + 1) // 2)
     all_bytes = row_bytes if in_place else 2 * row_bytes
-    if is_symbolic(T) or max(most, (LIMIT_BYTES + sum_bytes) // all_bytes) >= T:
+    most = max(TILE, LIMIT_BYTES // row_bytes // TILE * TILE)
+    if is_symbolic(T) or most >= T or T * all_bytes <= max(WHOLE_BYTES, LIMIT_BYTES + sum_bytes):
         return None
     chunks = -(-T // most)
     return -(-T // (chunks * TILE)) * TILE

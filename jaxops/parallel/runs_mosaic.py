@@ -1,0 +1,112 @@
+"""Runs of rows to other devices' memory, by a kernel of copies alone.
+
+A run is one piece of memory in both arrays, since it has whole rows. Programs claim shares of runs from a counter and
+copy them in chunks through shared memory. None waits before all that it claimed is sent, so the kernel ends however few
+of its programs run at a time. Then each waits until all shares of all other devices have arrived.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxops._lib.arrays.manual_axes import vary_as
+from jaxops._lib.planning.costs import Cost
+from jaxops.parallel.mainloop_mosaic import COUNTER, SENT, claim_next, plgpu, wait_for
+from jaxops.parallel.plan import MOST
+from jaxops.parallel.sending_mosaic import IN_A_ROW
+
+PROGRAMS, SHARES, SLOTS, CHUNK_BYTES = 64, 64, 4, 32_768
+
+
+def send_runs(
+    operand: jax.Array, at: jax.Array, sizes: jax.Array, theirs: jax.Array, R: int, axis_name: str
+) -> jax.Array:
+    """[R, D] of operand [S, D]: rows at[d] to at[d] + sizes[d] - 1 are written to device d's result, from its row
+    theirs[d] on. Rows of the result that no device sends are unspecified.
+
+    Args:
+      at, sizes, theirs: int32 [devices]; the rows lie inside of both arrays. D's bytes are a multiple of 128.
+    """
+    devices, (S, D) = lax.axis_size(axis_name), operand.shape
+    width = D * operand.dtype.itemsize
+    rows = max(1, min(CHUNK_BYTES // width, S, R))  # of a chunk
+
+    def body(x_ref, at_ref, sizes_ref, theirs_ref, out_ref, smem, loaded, tile_smem):
+        semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((SENT + MOST,)))
+        own = lax.axis_index(axis_name)
+
+        def copy(target, rows_ref, source_row, target_row, slot):
+            """Of rows_ref.shape[0] rows."""
+            count = rows_ref.shape[0]
+            barrier = loaded.at[slot]
+            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(source_row, count)], rows_ref, barrier, **IN_A_ROW)
+            plgpu.barrier_wait(barrier)
+            there = plgpu.remote_ref(out_ref, {axis_name: target})
+            plgpu.copy_smem_to_gmem(rows_ref, there.at[pl.ds(target_row, count)])
+
+        def send(share, sent):
+            target = lax.rem(own + 1 + lax.div(share, jnp.int32(SHARES)), jnp.int32(devices))
+            number = lax.rem(share, jnp.int32(SHARES))
+            first, size, to = at_ref[target], sizes_ref[target], theirs_ref[target]
+            whole = size >= rows  # the last chunk begins early enough to end with the run: some rows are sent twice
+            chunks = jnp.where(whole, lax.div(size + rows - 1, jnp.int32(rows)), size)
+            each, more = lax.div(chunks, jnp.int32(SHARES)), lax.rem(chunks, jnp.int32(SHARES))
+            begin = number * each + jnp.minimum(number, more)
+            end = begin + each + (number < more).astype(jnp.int32)
+
+            def one(chunk, sent):
+                slot = lax.rem(sent, jnp.int32(SLOTS))
+                plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+
+                @pl.when(whole)
+                def _():
+                    row = jnp.minimum(chunk * rows, size - rows)
+                    copy(target, smem.at[slot], first + row, to + row, slot)
+
+                @pl.when(jnp.logical_not(whole))
+                def _():
+                    copy(target, smem.at[slot, pl.ds(0, 1)], first + chunk, to + chunk, slot)
+
+                return sent + 1
+
+            sent = lax.fori_loop(begin, end, one, sent)
+            plgpu.wait_smem_to_gmem(0)
+            pl.semaphore_signal(semaphores.at[SENT + own], 1, device_id={axis_name: target})
+            return sent
+
+        def claim():
+            claim_next(semaphores.at[COUNTER], tile_smem)
+            return tile_smem[0]
+
+        def step(state):
+            share, sent = state
+            sent = send(share, sent)
+            return claim(), sent
+
+        lax.while_loop(lambda state: state[0] < devices * SHARES, step, (claim(), jnp.int32(0)))
+        for source in range(devices):
+            wait_for(semaphores.at[SENT + source], SHARES)
+
+    def kernel(*refs):
+        with Cost.detached():
+            body(*refs)
+
+    kernel.__name__ = "send_runs"
+    out_type = jax.ShapeDtypeStruct((R, D), operand.dtype)
+    launch = plgpu.kernel(
+        kernel,
+        out_type=[out_type],
+        scratch_types=[
+            plgpu.SMEM((SLOTS, rows, D), operand.dtype),
+            plgpu.Barrier(num_barriers=SLOTS),
+            plgpu.SMEM((1,), jnp.int32),
+        ],
+        grid=(PROGRAMS,),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    given = [operand, at, sizes, theirs]
+    with jax.enable_x64(False), Cost.of(0, given, [out_type], None).attached():
+        (out,) = launch(*given)
+    return vary_as(jax.typeof(operand), out)

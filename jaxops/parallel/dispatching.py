@@ -19,7 +19,7 @@ from jaxops.parallel.plan import WAYS, make_exchange_plan
 from jaxops.parallel.ragged_exchange import Chunks, exchange
 
 Axis = str | tuple[str, ...]
-Backend = Literal["auto", "ragged", "padded"]
+Backend = Literal["auto", "ragged", "padded", "mosaic"]
 
 
 @register

@@ -17,7 +17,7 @@ CHUNK = 4096  # elements that are sent at once
 COPIED = 4096  # rows of all devices from which on "auto" pads w: by its bytes, that takes a tenth of the product's time
 MOST = 8  # devices of a mesh axis: as many as XLA's barrier between devices of one process takes
 BACKENDS = "mosaic", "xla"
-WAYS = "ragged", "padded"
+WAYS = "ragged", "padded", "mosaic"
 OLDEST = 0, 11, 2  # JAX in which a Mosaic kernel reaches another device's memory
 
 
@@ -65,7 +65,7 @@ class ExchangePlan(BasePlan):
       why: of this one.
     """
 
-    backend: Literal["ragged", "padded"] = "ragged"
+    backend: Literal["ragged", "padded", "mosaic"] = "ragged"
     why: str = ""
 
 
@@ -75,8 +75,8 @@ def make_exchange_plan(device: Device, *, backend: str = "auto") -> ExchangePlan
     Raises:
       NotImplementedError: backend="ragged" where XLA has no such collective.
     """
-    if backend == "padded":
-        return ExchangePlan("padded", why="backend='padded'", device=device)
+    if backend in ("padded", "mosaic"):
+        return ExchangePlan(backend, why=f"backend={backend!r}", device=device)
     if device.platform == "gpu":
         return ExchangePlan("ragged", why="it sends no row that is not needed", device=device)
     why = f"XLA has jax.lax.ragged_all_to_all for GPUs, and this is {device.kind}"

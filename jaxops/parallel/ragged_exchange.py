@@ -48,6 +48,14 @@ def _exchange(
         out, _ = vary_together(allocated((R, operand.shape[1]), operand.dtype), operand)
         offsets = mine.at, mine.sizes, mine.theirs, got.sizes
         return lax.ragged_all_to_all(operand, out, *offsets, axis_name=axis_name)
+    if way == "mosaic":
+        from jaxops.parallel.runs_mosaic import send_runs
+
+        (name,), D = axis_name, operand.shape[1]
+        wide = jnp.pad(operand, ((0, 0), (0, -D % (128 // operand.dtype.itemsize))))
+        return jax.custom_batching.sequential_vmap(lambda *given: send_runs(*given, R, name))(
+            wide, mine.at, mine.sizes, mine.theirs
+        )[:, :D]
     row = jnp.arange(most, dtype=jnp.int32)[None, :]
     # Rows behind a run are another's: sent, as some row must be, and left out by the one that gets them.
     blocks = jnp.take(operand, mine.at[:, None] + row, axis=0, mode="clip")

@@ -91,8 +91,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v). With
-    "triton" and a head_dim above 128 the backward is that of "pallas".
+    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v).
 
     Attributes:
       block: of "xla": rows of queries and of keys in a step of its loops.
@@ -158,7 +157,6 @@ def _cudnn_cannot(p: Problem, device: Device) -> str:
 
 
 _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
-HOPPER_BACKWARD_WIDEST = 128  # likewise of the Hopper backward, whose programs hold sums of two rows
 HOPPER_THREEFOLD = 64  # of the Hopper forward with three warp groups, which have 160 registers a thread
 
 
@@ -191,13 +189,8 @@ def _auto(problem: Problem, device: Device) -> str:
     return "pallas" if kernels and more else "xla"
 
 
-def _kernel(pass_name: str, call: Call[Problem, Plan]) -> str:
-    wide = call.backend == "triton" and pass_name != "fwd" and max(call.problem.widths) > HOPPER_BACKWARD_WIDEST
-    return "pallas" if wide else call.backend
-
-
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
-    if _kernel(pass_name, call) == "triton":
+    if call.backend == "triton":
         most = 64 if max(call.problem.widths) > 128 else 128  # columns of scores in registers, beside those of the sums
         owned, looped, names = (tiles.bk, tiles.bq, "bk bq") if pass_name == "dkv" else (tiles.bq, tiles.bk, "bq bk")
         three = pass_name == "fwd" and max(call.problem.widths) <= HOPPER_THREEFOLD
@@ -212,8 +205,8 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     return tiles
 
 
-def key_columns(width: int) -> tuple[int, int]:
-    """Columns of a head of q and k in the Hopper kernels' shared memory, and of each of its parts."""
+def head_columns(width: int) -> tuple[int, int]:
+    """Columns of a head in the Hopper kernels' shared memory, and of each of its parts. The forward's v has one part."""
     if 128 < width <= 192:
         return 192, 64
     columns = max(16, power_of_2(width))
@@ -228,11 +221,25 @@ def hopper_apart(widths: tuple[int, int]) -> bool:
 def hopper_bytes(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> int:
     """Shared memory of the Hopper kernels: the rows that a program owns, of two arrays (of q alone in the forward of
     wide heads); the stages of two others; two float32 numbers for each of dkv's queries; mbarriers."""
+    early = early_stages(pass_name, tiles, widths)
+    return _bytes_of(pass_name, tiles, widths, early)
+
+
+def early_stages(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> int:
+    """Stages in the backward of the operand that a step reads first: one fewer where there is no room."""
+    room = pass_name == "fwd" or _bytes_of(pass_name, tiles, widths, tiles.stages) <= HOPPER_SHARED_BYTES
+    return tiles.stages if room else max(tiles.stages - 1, 1)
+
+
+def _bytes_of(pass_name: str, tiles: Tiles, widths: tuple[int, int], early: int) -> int:
     owned, looped = (tiles.bk, tiles.bq) if pass_name == "dkv" else (tiles.bq, tiles.bk)
-    keys = key_columns(widths[0])[0]
-    both = keys + max(16, power_of_2(widths[1]))
-    own = both if pass_name != "fwd" or hopper_apart(widths) else keys
-    return 2 * (owned * own + tiles.stages * looped * both) + 8 * tiles.stages * looped * (pass_name == "dkv") + 1024
+    keys = head_columns(widths[0])[0]
+    values = max(16, power_of_2(widths[1])) if pass_name == "fwd" else head_columns(widths[1])[0]
+    own = keys + values if pass_name != "fwd" or hopper_apart(widths) else keys
+    # dkv's first operand is q for dv and dout for dk; dq's is v.
+    first = min(keys, values) if pass_name == "dkv" else values
+    stages = tiles.stages * (keys + values) - (tiles.stages - early) * first
+    return 2 * (owned * own + looped * stages) + 8 * tiles.stages * looped * (pass_name == "dkv") + 1024
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
@@ -267,10 +274,11 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     soft_cap those that do not spill."""
     wide, half = max(problem.widths) > 64, problem.dtype != "float32"
     if kernel == "triton":
+        stages = 3 if sum(head_columns(width)[0] for width in problem.widths) <= 320 else 2
         if pass_name == "dkv":
-            return Tiles(64, 128, 8, 3) if wide or problem.soft_cap else Tiles(128, 128, 8, 2)
+            return Tiles(64, 128, 8, stages) if wide or problem.soft_cap else Tiles(128, 128, 8, 2)
         if pass_name == "dq":
-            return Tiles(128, 64, 8, 3)
+            return Tiles(128, 64, 8, stages)
         if max(problem.widths) > 128:
             return Tiles(128, 64, 8, 2)
         return Tiles(128, 128, 8, 2) if wide or problem.soft_cap else Tiles(192, 128, 12, 3)
@@ -313,8 +321,7 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
 
 
 PLANNER = Planner(
-    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto, kernel=_kernel,
-    triton=_on_hopper, fit=_fit, others=_others,
-    symbolic=("T", "S"),
+    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto,
+    triton=_on_hopper, fit=_fit, others=_others, symbolic=("T", "S"),
 )  # fmt: skip
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

@@ -8,7 +8,7 @@ pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 import jaxops
 from jaxops._lib.arrays.powers import power_of_2
 from jaxops.ops.packed_attention import Plan, Problem, Tiles, make_plan
-from jaxops.ops.packed_attention.plan import hopper_bytes, key_columns
+from jaxops.ops.packed_attention.plan import head_columns, hopper_bytes
 from tests.gluon import check, compiled
 from tests.ops.packed_attention.cases import H200
 
@@ -39,7 +39,7 @@ def test_forward(dim, values, tiles, tmp_path):
     call = lambda q, k, v, offsets: jaxops.packed_attention(q, k, v, offsets, causal=True, plan=plan)
     keys = shape(1000, 2, dim), shape(1000, 2, values)
     (kernel,) = compiled(call, shape(1000, 4, dim), *keys, shape(5, dtype="int32"))
-    of_scores = [f"m64n{tiles.bk}k16.f32.bf16.bf16"] * (key_columns(dim)[0] // 16)
+    of_scores = [f"m64n{tiles.bk}k16.f32.bf16.bf16"] * (head_columns(dim)[0] // 16)
     of_sums = [f"m64n{power_of_2(values)}k16.f32.bf16.bf16"] * (tiles.bk // 16)
     once = [*of_scores, *2 * (of_scores + of_sums), *of_sums]
     consumers = tiles.bq // 64

@@ -152,8 +152,8 @@ def produce(
         keys_phase ^= 1
         write_block(pipe, values)
         keys_full = pipe.keys_full.index(0)
-        of_row = pipe.PARTS * k_desc.nbytes_per_cta + pipe.V_PARTS * v_desc.nbytes_per_cta
-        mbarrier.expect(keys_full, CONSUMERS * of_row)
+        OF_KEYS: gl.constexpr = pipe.PARTS * k_desc.nbytes_per_cta + pipe.V_PARTS * v_desc.nbytes_per_cta
+        mbarrier.expect(keys_full, CONSUMERS * OF_KEYS)
         for n in gl.static_range(CONSUMERS):
             load_parts(k_desc, pipe.k, n, keys_full, (row + n * ROWS, head), pipe.PARTS)
             load_parts(v_desc, pipe.v, n, keys_full, (row + n * ROWS, head), pipe.V_PARTS)
@@ -317,8 +317,8 @@ def in_tiles(
 def gradients_of_keys(
     spec: Spec, tiles: Tiles, arrays: Arrays, lse: jax.Array, along: jax.Array, dout: jax.Array, *, cores: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(dk [S, K, H], dv [S, K, V]). lse, along: of `row_numbers`. Wide heads have a launch for each: the sums of both do
-    not fit into registers."""
+    """(dk [S, K, H], dv [S, K, V]). lse, along: of `row_numbers`. Wide heads have a launch for each: there are no registers
+    for the sums of both."""
     q, k, v, first, end, inside, _ = arrays
     numbers = in_tiles(tiles.bq, inside, first, end, lse, along)
     (_, N, D), (S, K, V) = q.shape, v.shape

@@ -193,8 +193,8 @@ def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.
         if dout_desc is None:
             mbarrier.expect(q_full, pipe.CONSUMERS * pipe.PARTS * q_desc.nbytes_per_cta)
         else:
-            of_row = pipe.PARTS * q_desc.nbytes_per_cta + pipe.V_PARTS * dout_desc.nbytes_per_cta
-            mbarrier.expect(q_full, pipe.CONSUMERS * of_row)
+            OF_ROWS: gl.constexpr = pipe.PARTS * q_desc.nbytes_per_cta + pipe.V_PARTS * dout_desc.nbytes_per_cta
+            mbarrier.expect(q_full, pipe.CONSUMERS * OF_ROWS)
         for n in gl.static_range(pipe.CONSUMERS):
             box = (row + n * ROWS, head)
             load_parts(q_desc, pipe.q, n, q_full, box, pipe.PARTS)

@@ -1,4 +1,4 @@
-"""The columns of a head on Hopper, in parts of a power of two each: products over them, and sums of them, a tensor each.
+"""The columns of a head on Hopper, in parts of a power of two each: loads, products, and sums, a tensor for each part.
 
 A buffer [rows of parts, ROWS, columns] has the parts of one array beside each other.
 """
@@ -15,7 +15,8 @@ from jaxops._lib.gluon.stores_triton import as_block
 def load_parts(desc, bufs, i, full, box, PARTS: gl.constexpr):
     """Array i of bufs by TMA. box: coordinates of its rows, without the column."""
     for n in gl.static_range(PARTS):
-        tma.async_load(desc, box + (n * bufs.shape[2],), full, as_block(bufs.index(i * PARTS + n), desc))
+        at = box + (n * bufs.shape[2],)  # noqa: RUF005 - Triton has no starred tuples
+        tma.async_load(desc, at, full, as_block(bufs.index(i * PARTS + n), desc))
 
 
 @gluon.jit
@@ -59,8 +60,7 @@ def finish_sums(sums, PARTS: gl.constexpr):
 
 @gluon.jit
 def store_sums(desc, bufs, i, sums, FACTOR: gl.constexpr, sees, row, head, PARTS: gl.constexpr):
-    """Starts the stores of FACTOR * sums by TMA, through array i of bufs. sees: the rows that are not zeros, or None for
-    all."""
+    """Starts the stores of FACTOR * sums by TMA, through array i of bufs. sees: None, or which rows are not zeros."""
     for n in gl.static_range(PARTS):
         x = sums[n] * FACTOR
         if sees is not None:  # rows outside the sequences may hold NaN: selected, not multiplied

@@ -206,7 +206,7 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
 
 
 def head_columns(width: int) -> tuple[int, int]:
-    """Columns of a head in the Hopper kernels' shared memory, and of each of its parts. The forward's v has one part."""
+    """Columns of a head in the Hopper kernels' shared memory, and of its parts. The forward's v has one part."""
     if 128 < width <= 192:
         return 192, 64
     columns = max(16, power_of_2(width))

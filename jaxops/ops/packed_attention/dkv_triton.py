@@ -49,7 +49,7 @@ from jaxops.ops.packed_attention.parts_triton import (
     store_sums,
     zero_sums,
 )
-from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, early_stages, head_columns
+from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, early_stages, gradients_apart, head_columns
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, key_blocks
 
 CONSUMERS = gl.constexpr(2)
@@ -317,36 +317,38 @@ def in_tiles(
 def gradients_of_keys(
     spec: Spec, tiles: Tiles, arrays: Arrays, lse: jax.Array, along: jax.Array, dout: jax.Array, *, cores: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(dk [S, K, H], dv [S, K, V]). lse, along: of `row_numbers`. Wide heads have a launch for each: there are no registers
-    for the sums of both."""
+    """(dk [S, K, H], dv [S, K, V]). lse, along: of `row_numbers`."""
     q, k, v, first, end, inside, _ = arrays
     numbers = in_tiles(tiles.bq, inside, first, end, lse, along)
     (_, N, D), (S, K, V) = q.shape, v.shape
-    (columns, part), (values, of_values) = head_columns(D), head_columns(V)
+    (columns, part), (values, value_part) = head_columns(D), head_columns(V)
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     boxes_of_numbers = [TensorDescriptor.from_array(x, (1, tiles.bq), layout=flat) for x in numbers[2:]]
     blocks = key_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     scale, cap = scales(spec)
     early = early_stages("dkv", tiles, (D, V))
+    of = {"dk": (k, (CONSUMER_ROWS, 1, part)), "dv": (v, (CONSUMER_ROWS, 1, value_part))}
 
-    def launch(*made: str) -> tuple[jax.Array, ...]:
-        """The gradients of these names, of "dk" and "dv". One alone reads the operand of its sums last in a step."""
-        shapes = {"dk": (CONSUMER_ROWS, 1, part), "dv": (CONSUMER_ROWS, 1, of_values)}
-        tile = lambda name: OutTile(shapes[name], tile_layout(k.dtype, shapes[name]), result=made.index(name))
-        like = {"dk": k, "dv": v}
+    def launch(name: str, *made: str) -> tuple[jax.Array, ...]:
+        """The gradients that are made, "dk", "dv" or both."""
+        results: dict[str, OutTile | None] = dict.fromkeys(of)
+        for i, each in enumerate(made):
+            like, shape = of[each]
+            results[each] = OutTile(shape, tile_layout(like.dtype, shape), result=i)
         products = D + ("dk" in made) * (D + V) + ("dv" in made) * V
         return triton_call(
-            window_box(q, tiles.bq, part), window_box(dout, tiles.bq, of_values), *boxes_of_numbers,
-            row_box(k, part), row_box(v, of_values), *numbers[:2], inside,
-            Scratch(jnp.append(blocks.ravel(), jnp.int32(0))),
-            *(tile(name) if name in made else None for name in like), **{name: None for name in like if name not in made},
-            kernel=packed_attention_dkv_kernel, name=f"packed_attention_{made[0] if made[1:] == () else 'dkv'}",
-            grid=min(cores, blocks.shape[0] * K),
-            out_type=tuple(out_struct(like[name].shape, k.dtype, like=like[name]) for name in made),
+            window_box(q, tiles.bq, part), window_box(dout, tiles.bq, value_part), *boxes_of_numbers,
+            row_box(k, part), row_box(v, value_part), *numbers[:2], inside,
+            Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), *results.values(),
+            kernel=packed_attention_dkv_kernel, name=name, grid=min(cores, blocks.shape[0] * K),
+            out_type=tuple(out_struct(x.shape, x.dtype, like=x) for x, _ in map(of.__getitem__, made)),
             flops=2 * spec.pairs * N * products, sizes=(blocks.shape[0], K, N // K), D=part, PARTS=columns // part,
-            V=of_values, V_PARTS=values // of_values, BQ=tiles.bq, STAGES=early if made == ("dv",) else tiles.stages,
-            V_STAGES=early if made == ("dk",) else tiles.stages, SCALE=scale, CAP=cap, FACTOR=spec.scale,
-            SECTION=min(max(section(q, dout) * K // N, 1), K),
+            V=value_part, V_PARTS=values // value_part, BQ=tiles.bq,
+            STAGES=tiles.stages if "dk" in made else early, V_STAGES=tiles.stages if "dv" in made else early,
+            SCALE=scale, CAP=cap, FACTOR=spec.scale, SECTION=min(max(section(q, dout) * K // N, 1), K),
+            **{each: None for each in of if each not in made},
         )  # fmt: skip
 
-    return launch("dk", "dv") if columns + values <= 256 else (*launch("dk"), *launch("dv"))
+    if gradients_apart((D, V)):
+        return *launch("packed_attention_dk", "dk"), *launch("packed_attention_dv", "dv")
+    return launch("packed_attention_dkv", "dk", "dv")

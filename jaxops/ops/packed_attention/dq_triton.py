@@ -134,17 +134,17 @@ def gradient_of_q(
     """dq [T, N, H]. lse, along: of `row_numbers`."""
     q, k, v, first, end, *_ = arrays
     (T, N, D), (S, K, V) = q.shape, v.shape
-    (columns, part), (values, of_values) = head_columns(D), head_columns(V)
+    (columns, part), (values, value_part) = head_columns(D), head_columns(V)
     block = (CONSUMER_ROWS, 1, part)
     blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     scale, cap = scales(spec)
     return triton_call(
-        row_box(q, part), window_box(k, tiles.bk, part), window_box(v, tiles.bk, of_values), row_box(dout, of_values),
+        row_box(q, part), window_box(k, tiles.bk, part), window_box(v, tiles.bk, value_part), row_box(dout, value_part),
         first, end, lse, along, Scratch(jnp.append(blocks.ravel(), jnp.int32(0))),
         OutTile(block, tile_layout(q.dtype, block)),
         kernel=packed_attention_dq_kernel, name="packed_attention_dq", grid=min(cores, blocks.shape[0] * N),
         out_type=out_struct(q.shape, q.dtype, like=q), flops=2 * spec.pairs * N * (2 * D + V), T=T,
-        sizes=(blocks.shape[0], N, N // K), D=part, PARTS=columns // part, V=of_values, V_PARTS=values // of_values,
+        sizes=(blocks.shape[0], N, N // K), D=part, PARTS=columns // part, V=value_part, V_PARTS=values // value_part,
         BK=tiles.bk, STAGES=tiles.stages, V_STAGES=early_stages("dq", tiles, (D, V)),
         CONSUMERS=tiles.bq // CONSUMER_ROWS, SCALE=scale, CAP=cap, FACTOR=spec.scale,
         SECTION=min(N // K * section(k, v), N),

@@ -218,28 +218,32 @@ def hopper_apart(widths: tuple[int, int]) -> bool:
     return widths[0] <= 192 or widths[1] <= 128
 
 
-def hopper_bytes(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> int:
-    """Shared memory of the Hopper kernels: the rows that a program owns, of two arrays (of q alone in the forward of
-    wide heads); the stages of two others; two float32 numbers for each of dkv's queries; mbarriers."""
-    early = early_stages(pass_name, tiles, widths)
-    return _bytes_of(pass_name, tiles, widths, early)
+def gradients_apart(widths: tuple[int, int]) -> bool:
+    """Whether dk and dv have a Hopper launch each: registers have no room for the sums of both."""
+    return sum(head_columns(width)[0] for width in widths) > 256
 
 
 def early_stages(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> int:
-    """Stages in the backward of the operand that a step reads first: one fewer where there is no room."""
-    room = pass_name == "fwd" or _bytes_of(pass_name, tiles, widths, tiles.stages) <= HOPPER_SHARED_BYTES
-    return tiles.stages if room else max(tiles.stages - 1, 1)
+    """Stages in the Hopper backward of what a step reads only at its beginning, v for dq, dout for dk and q for dv: one
+    fewer than of the other operand where there is no room."""
+    fits = hopper_bytes(pass_name, tiles, widths, tiles.stages) <= HOPPER_SHARED_BYTES
+    return tiles.stages - (not fits and tiles.stages > 1 and (pass_name == "dq" or gradients_apart(widths)))
 
 
-def _bytes_of(pass_name: str, tiles: Tiles, widths: tuple[int, int], early: int) -> int:
+def hopper_bytes(pass_name: str, tiles: Tiles, widths: tuple[int, int], early: int | None = None) -> int:
+    """Shared memory of the Hopper kernels: the rows that a program owns, of two arrays (of q alone in the forward of
+    wide heads); the stages of two others, `early_stages` of the one; two float32 numbers for each of dkv's queries;
+    mbarriers."""
     owned, looped = (tiles.bk, tiles.bq) if pass_name == "dkv" else (tiles.bq, tiles.bk)
-    keys = head_columns(widths[0])[0]
-    values = max(16, power_of_2(widths[1])) if pass_name == "fwd" else head_columns(widths[1])[0]
+    keys, values = (head_columns(width)[0] for width in widths)
+    if pass_name == "fwd":
+        early, values = tiles.stages, max(16, power_of_2(widths[1]))
+    elif early is None:
+        early = early_stages(pass_name, tiles, widths)
     own = keys + values if pass_name != "fwd" or hopper_apart(widths) else keys
-    # dkv's first operand is q for dv and dout for dk; dq's is v.
-    first = min(keys, values) if pass_name == "dkv" else values
-    stages = tiles.stages * (keys + values) - (tiles.stages - early) * first
-    return 2 * (owned * own + looped * stages) + 8 * tiles.stages * looped * (pass_name == "dkv") + 1024
+    read_early = values if pass_name == "dq" else min(keys, values)
+    staged = tiles.stages * (keys + values) - (tiles.stages - early) * read_early
+    return 2 * (owned * own + looped * staged) + 8 * tiles.stages * looped * (pass_name == "dkv") + 1024
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
@@ -274,7 +278,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     soft_cap those that do not spill."""
     wide, half = max(problem.widths) > 64, problem.dtype != "float32"
     if kernel == "triton":
-        stages = 3 if sum(head_columns(width)[0] for width in problem.widths) <= 320 else 2
+        stages = 3 if sum(head_columns(width)[0] for width in problem.widths) <= 320 else 2  # as there is room
         if pass_name == "dkv":
             return Tiles(64, 128, 8, stages) if wide or problem.soft_cap else Tiles(128, 128, 8, 2)
         if pass_name == "dq":

@@ -115,8 +115,16 @@ def test_three_warp_groups(packing):
 
 @pytest.mark.hopper
 def test_wide_heads():
-    """The result has the memory of q."""
+    """The result has the memory of q; there is no room for as many stages of both operands in the backward."""
     check("unequal", "causal", NARROW, dim=200)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("mask", ["whole", "causal-window", "until"])
+@pytest.mark.parametrize("packing", ["unequal", "cross"])
+def test_one_gradient_a_launch(packing, mask):
+    """dk and dv of wide heads, whose columns are in parts."""
+    check(packing, mask, NARROW, dim=136, values=136 if mask == "until" else 72, sinks=sinks_of(0), soft_cap=1.5)
 
 
 @pytest.mark.hopper

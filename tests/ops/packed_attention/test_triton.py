@@ -51,11 +51,21 @@ def test_forward(dim, values, tiles, tmp_path):
 
 @pytest.mark.parametrize(
     ("dim", "values", "options", "spilled"),
-    [(128, 128, {}, 104), (64, 64, {}, 32), (128, 64, {}, 0), (128, 128, {"soft_cap": 50.0}, 408)],
+    [
+        (128, 128, {}, [0, 104]),
+        (64, 64, {}, [0, 32]),
+        (128, 64, {}, [0, 0]),
+        (128, 128, {"soft_cap": 50.0}, [0, 408]),
+        (192, 64, {}, [0, 228]),
+        (192, 128, {}, [0, 128, 0]),
+        (192, 192, {}, [144, 280, 0]),
+        (256, 256, {}, [1512, 1452, 132]),
+    ],
 )
 def test_backward(dim, values, options, spilled, tmp_path):
-    """Each pass multiplies for scores, for products of dout and for its sums in each of two loops; dkv spills a little:
-    its sums take half of the registers."""
+    """dq multiplies for scores, for products of dout and for its sums in each of two loops; so does dkv, or a launch
+    for dk and one for dv, which has no products of dout. Sums take half of the registers, so some are spilled: of 256
+    columns the addresses of q, k, v and dout, which do not change in a loop."""
 
     def gradients(q, k, v, offsets):
         call = lambda q, k, v: jaxops.packed_attention(q, k, v, offsets, plan=Plan("triton"), **options)
@@ -66,10 +76,14 @@ def test_backward(dim, values, options, spilled, tmp_path):
     _, *kernels = compiled(gradients, shape(1000, 4, dim), *keys, shape(5, dtype="int32"))
     problem = Problem(1000, 1000, 4, 2, dim, "bfloat16", value_dim=values, soft_cap="soft_cap" in options)
     plan = make_plan(problem, H200, backend="triton")
-    for kernel, name, tiles in zip(kernels, ("dq", "dkv"), (plan.dq, plan.dkv), strict=True):
-        of = lambda columns, depth: [f"m64n{columns}k16.f32.bf16.bf16"] * (depth // 16)
-        looped = tiles.bk if name == "dq" else tiles.bq
-        sums = of(dim, looped) if name == "dq" else of(values, looped) + of(dim, looped)
-        loop = [*of(looped, dim), *of(looped, values), *sums]
-        limits = hopper_bytes(name, tiles, (dim, values)), tmp_path, spilled if name == "dkv" else 0
-        check(kernel, 4 * loop, 2, *limits)
+    of = lambda columns, depth: [f"m64n{columns}k16.f32.bf16.bf16"] * (depth // 16)
+    (columns, part), (of_values, value_part) = head_columns(dim), head_columns(values)
+    passes = ["dq", "dkv"] if len(spilled) == 2 else ["dq", "dk", "dv"]
+    for kernel, name, most in zip(kernels, passes, spilled, strict=True):
+        tiles, looped = (plan.dq, plan.dq.bk) if name == "dq" else (plan.dkv, plan.dkv.bq)
+        loop = of(looped, columns)
+        loop += [] if name == "dv" else of(looped, of_values)
+        loop += of_values // value_part * of(value_part, looped) if "v" in name else []
+        loop += [] if name == "dv" else columns // part * of(part, looped)
+        limit = hopper_bytes("dq" if name == "dq" else "dkv", tiles, (dim, values))
+        check(kernel, 4 * loop, 2, limit, tmp_path, most)

@@ -63,7 +63,7 @@ class Pipeline:
     q, dout: [STAGES * PARTS, BQ, D] and [V_STAGES * V_PARTS, BQ, V].
     lse, along: [STAGES, 1, BQ] and [V_STAGES, 1, BQ], with q and dout.
     block: what the consumers must know of a block: FIELDS numbers and the head.
-    keys_*: an mbarrier for k and v. q_*, dout_*: an mbarrier a stage.
+    keys_*: an mbarrier for k and v. q_*, dout_*: an mbarrier a stage; q's are dout's, too, where dk and dv are computed.
     PARTS, V_PARTS: of D and V columns, which make a head of q and k, and of v.
     DK, DV: whether dk and dv are computed.
     """
@@ -137,6 +137,7 @@ def produce(
     BQ: gl.constexpr = pipe.BQ
     OF_Q: gl.constexpr = pipe.PARTS * q_desc.nbytes_per_cta + lse_desc.nbytes_per_cta
     OF_DOUT: gl.constexpr = pipe.V_PARTS * dout_desc.nbytes_per_cta + along_desc.nbytes_per_cta
+    BOTH: gl.constexpr = pipe.DK and pipe.DV
     bounds = (gl.load(inside), gl.load(inside + 1))
     q_s = 0
     q_phase = 1
@@ -165,15 +166,18 @@ def produce(
                 box = (at, end - BQ - at, q_head)
                 full = pipe.q_full.index(q_s)
                 mbarrier.wait(pipe.q_empty.index(q_s), q_phase)
-                mbarrier.expect(full, OF_Q)
+                mbarrier.expect(full, OF_Q + OF_DOUT if BOTH else OF_Q)
                 load_parts(q_desc, pipe.q, q_s, full, box, pipe.PARTS)
                 tma.async_load(lse_desc, [q_head, row], full, pipe.lse.index(q_s))
-                q_s, q_phase = advance(q_s, q_phase, pipe.STAGES)
-                full = pipe.dout_full.index(dout_s)
-                mbarrier.wait(pipe.dout_empty.index(dout_s), dout_phase)
-                mbarrier.expect(full, OF_DOUT)
+                if BOTH:
+                    dout_s = q_s
+                else:
+                    full = pipe.dout_full.index(dout_s)
+                    mbarrier.wait(pipe.dout_empty.index(dout_s), dout_phase)
+                    mbarrier.expect(full, OF_DOUT)
                 load_parts(dout_desc, pipe.dout, dout_s, full, box, pipe.V_PARTS)
                 tma.async_load(along_desc, [q_head, row], full, pipe.along.index(dout_s))
+                q_s, q_phase = advance(q_s, q_phase, pipe.STAGES)
                 dout_s, dout_phase = advance(dout_s, dout_phase, pipe.V_STAGES)
         t = gl.num_programs(0) + finish_fetch_add(following)
     mbarrier.wait(pipe.keys_empty.index(0), keys_phase)
@@ -206,10 +210,13 @@ def add_tiles(
     q_s, q_phase, dout_s, dout_phase = places
     BQ: gl.constexpr = pipe.BQ
     for step in range(span[0], span[1]):
+        if pipe.DK and pipe.DV:
+            dout_s = q_s
         mbarrier.wait(pipe.q_full.index(q_s), q_phase)
         scores = start_products(pipe.k, WHICH, pipe.q, q_s, pipe.PARTS)
         if pipe.DK:
-            mbarrier.wait(pipe.dout_full.index(dout_s), dout_phase)
+            if not pipe.DV:
+                mbarrier.wait(pipe.dout_full.index(dout_s), dout_phase)
             products = start_products(pipe.v, WHICH, pipe.dout, dout_s, pipe.V_PARTS)
             scores = warpgroup_mma_wait(pipe.V_PARTS, deps=[scores])
         else:
@@ -238,10 +245,12 @@ def add_tiles(
             if not pipe.DV:
                 mbarrier.arrive(pipe.dout_empty.index(dout_s), count=1)
             dk = start_sums(as_operand(ds, pipe.q.dtype, pipe.D), pipe.q, q_s, dk, pipe.PARTS)
-            dk = finish_sums(dk, pipe.PARTS)
-            mbarrier.arrive(pipe.q_empty.index(q_s), count=1)
+            dk = finish_sums(dk)
         if pipe.DV:
-            dv = finish_sums(dv, pipe.V_PARTS)
+            dv = finish_sums(dv)
+        if pipe.DK:
+            mbarrier.arrive(pipe.q_empty.index(q_s), count=1)
+        else:
             mbarrier.arrive(pipe.dout_empty.index(dout_s), count=1)
         q_s, q_phase = advance(q_s, q_phase, pipe.STAGES)
         dout_s, dout_phase = advance(dout_s, dout_phase, pipe.V_STAGES)

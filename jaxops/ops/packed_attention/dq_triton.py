@@ -71,7 +71,7 @@ def add_tiles(
         mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
         v_s, v_phase = advance(v_s, v_phase, pipe.V_STAGES)
         ds = as_operand(p * (products - along[:, None]), pipe.k.dtype, pipe.D)
-        acc = finish_sums(start_sums(ds, pipe.k, k_s, acc, pipe.PARTS), pipe.PARTS)
+        acc = finish_sums(start_sums(ds, pipe.k, k_s, acc, pipe.PARTS))
         mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
         k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
     return acc, (k_s, k_phase, v_s, v_phase)

@@ -50,11 +50,11 @@ def start_sums(factors, bufs, i, sums, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def finish_sums(sums, PARTS: gl.constexpr):
+def finish_sums(sums):
     """Waits for all wgmmas."""
-    finished = ()
-    for n in gl.static_range(PARTS):
-        finished += (warpgroup_mma_wait(0, deps=[sums[n]]),)
+    finished = warpgroup_mma_wait(0, deps=sums)
+    if len(sums) == 1:
+        finished = (finished,)
     return finished
 
 

@@ -44,6 +44,7 @@ from jaxops.ops.packed_attention.fwd_triton import (
 from jaxops.ops.packed_attention.parts_triton import (
     finish_sums,
     load_parts,
+    parts_of,
     start_products,
     start_sums,
     store_sums,
@@ -63,7 +64,7 @@ class Pipeline:
     q, dout: [STAGES * PARTS, BQ, D] and [V_STAGES * V_PARTS, BQ, V].
     lse, along: [STAGES, 1, BQ] and [V_STAGES, 1, BQ], with q and dout.
     block: what the consumers must know of a block: FIELDS numbers and the head.
-    keys_*: an mbarrier for k and v. q_*, dout_*: an mbarrier a stage; q's are dout's, too, where dk and dv are computed.
+    keys_*: an mbarrier for k and v. q_*, dout_*: an mbarrier a stage; with both dk and dv those of q are for dout, too.
     PARTS, V_PARTS: of D and V columns, which make a head of q and k, and of v.
     DK, DV: whether dk and dv are computed.
     """
@@ -156,8 +157,9 @@ def produce(
         OF_KEYS: gl.constexpr = pipe.PARTS * k_desc.nbytes_per_cta + pipe.V_PARTS * v_desc.nbytes_per_cta
         mbarrier.expect(keys_full, CONSUMERS * OF_KEYS)
         for n in gl.static_range(CONSUMERS):
-            load_parts(k_desc, pipe.k, n, keys_full, (row + n * ROWS, head), pipe.PARTS)
-            load_parts(v_desc, pipe.v, n, keys_full, (row + n * ROWS, head), pipe.V_PARTS)
+            own = (row + n * ROWS, head)
+            load_parts(k_desc, parts_of(pipe.k, n, pipe.PARTS), keys_full, own)
+            load_parts(v_desc, parts_of(pipe.v, n, pipe.V_PARTS), keys_full, own)
         tiles = (number, left, right, steps, bounds)
         for each in range(group):
             q_head = head * group + each
@@ -167,7 +169,7 @@ def produce(
                 full = pipe.q_full.index(q_s)
                 mbarrier.wait(pipe.q_empty.index(q_s), q_phase)
                 mbarrier.expect(full, OF_Q + OF_DOUT if BOTH else OF_Q)
-                load_parts(q_desc, pipe.q, q_s, full, box, pipe.PARTS)
+                load_parts(q_desc, parts_of(pipe.q, q_s, pipe.PARTS), full, box)
                 tma.async_load(lse_desc, [q_head, row], full, pipe.lse.index(q_s))
                 if BOTH:
                     dout_s = q_s
@@ -175,7 +177,7 @@ def produce(
                     full = pipe.dout_full.index(dout_s)
                     mbarrier.wait(pipe.dout_empty.index(dout_s), dout_phase)
                     mbarrier.expect(full, OF_DOUT)
-                load_parts(dout_desc, pipe.dout, dout_s, full, box, pipe.V_PARTS)
+                load_parts(dout_desc, parts_of(pipe.dout, dout_s, pipe.V_PARTS), full, box)
                 tma.async_load(along_desc, [q_head, row], full, pipe.along.index(dout_s))
                 q_s, q_phase = advance(q_s, q_phase, pipe.STAGES)
                 dout_s, dout_phase = advance(dout_s, dout_phase, pipe.V_STAGES)
@@ -209,15 +211,19 @@ def add_tiles(
     keys, runs = rows
     q_s, q_phase, dout_s, dout_phase = places
     BQ: gl.constexpr = pipe.BQ
+    k = parts_of(pipe.k, WHICH, pipe.PARTS)
+    v = parts_of(pipe.v, WHICH, pipe.V_PARTS)
     for step in range(span[0], span[1]):
         if pipe.DK and pipe.DV:
             dout_s = q_s
+        q = parts_of(pipe.q, q_s, pipe.PARTS)
+        dout = parts_of(pipe.dout, dout_s, pipe.V_PARTS)
         mbarrier.wait(pipe.q_full.index(q_s), q_phase)
-        scores = start_products(pipe.k, WHICH, pipe.q, q_s, pipe.PARTS)
+        scores = start_products(k, q)
         if pipe.DK:
             if not pipe.DV:
                 mbarrier.wait(pipe.dout_full.index(dout_s), dout_phase)
-            products = start_products(pipe.v, WHICH, pipe.dout, dout_s, pipe.V_PARTS)
+            products = start_products(v, dout)
             scores = warpgroup_mma_wait(pipe.V_PARTS, deps=[scores])
         else:
             scores = warpgroup_mma_wait(0, deps=[scores])
@@ -233,7 +239,7 @@ def add_tiles(
             of_values = as_operand(p, pipe.dout.dtype, pipe.V)
             if not pipe.DK:
                 mbarrier.wait(pipe.dout_full.index(dout_s), dout_phase)
-            dv = start_sums(of_values, pipe.dout, dout_s, dv, pipe.V_PARTS)
+            dv = start_sums(of_values, dout, dv)
         if pipe.DK:
             if CAP is not None:
                 slope = 1.0 - shares * shares
@@ -244,7 +250,7 @@ def add_tiles(
                 ds = gl.where(p != 0.0, ds, 0.0)
             if not pipe.DV:
                 mbarrier.arrive(pipe.dout_empty.index(dout_s), count=1)
-            dk = start_sums(as_operand(ds, pipe.q.dtype, pipe.D), pipe.q, q_s, dk, pipe.PARTS)
+            dk = start_sums(as_operand(ds, pipe.q.dtype, pipe.D), q, dk)
             dk = finish_sums(dk)
         if pipe.DV:
             dv = finish_sums(dv)
@@ -274,15 +280,15 @@ def consume(
         tiles = (number, left, right, steps, bounds)
         masked = left + right
         # Of the one that is not computed unused, and the compiler drops them.
-        sums = (zero_sums(pipe.k, ROWS, pipe.PARTS), zero_sums(pipe.v, ROWS, pipe.V_PARTS))
+        sums = (zero_sums(ROWS, pipe.D, pipe.PARTS), zero_sums(ROWS, pipe.V, pipe.V_PARTS))
         for _ in range(group):
             sums, places = add_tiles(pipe, sums, places, tiles, (0, masked), rows, SCALE, CAP, True, WHICH)
             sums, places = add_tiles(pipe, sums, places, tiles, (masked, steps), rows, SCALE, CAP, False, WHICH)
         dk, dv = sums
         if pipe.DK:
-            store_sums(dk_desc, pipe.k, WHICH, dk, FACTOR, None, own, head, pipe.PARTS)
+            store_sums(dk_desc, parts_of(pipe.k, WHICH, pipe.PARTS), dk, FACTOR, None, own, head)
         if pipe.DV:
-            store_sums(dv_desc, pipe.v, WHICH, dv, 1.0, None, own, head, pipe.V_PARTS)
+            store_sums(dv_desc, parts_of(pipe.v, WHICH, pipe.V_PARTS), dv, 1.0, None, own, head)
         tma.store_wait(0)
         mbarrier.arrive(pipe.keys_empty.index(0), count=1)
         keys_phase ^= 1

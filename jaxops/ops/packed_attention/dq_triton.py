@@ -39,7 +39,14 @@ from jaxops.ops.packed_attention.fwd_triton import (
     tile_of,
     window_box,
 )
-from jaxops.ops.packed_attention.parts_triton import finish_sums, start_products, start_sums, store_sums, zero_sums
+from jaxops.ops.packed_attention.parts_triton import (
+    finish_sums,
+    parts_of,
+    start_products,
+    start_sums,
+    store_sums,
+    zero_sums,
+)
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, early_stages, head_columns
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, query_blocks
 
@@ -57,7 +64,7 @@ def add_tiles(
     for step in range(span[0], span[1]):
         scores = start_scores(pipe, k_s, k_phase, WHICH)
         mbarrier.wait(pipe.v_full.index(v_s), v_phase)
-        products = start_products(pipe.out, WHICH, pipe.v, v_s, pipe.V_PARTS)
+        products = start_products(parts_of(pipe.out, WHICH, pipe.V_PARTS), parts_of(pipe.v, v_s, pipe.V_PARTS))
         scores = warpgroup_mma_wait(pipe.V_PARTS, deps=[scores])
         shares = capped(scores, CAP)
         scores = shares * SCALE - lse[:, None]
@@ -71,7 +78,7 @@ def add_tiles(
         mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
         v_s, v_phase = advance(v_s, v_phase, pipe.V_STAGES)
         ds = as_operand(p * (products - along[:, None]), pipe.k.dtype, pipe.D)
-        acc = finish_sums(start_sums(ds, pipe.k, k_s, acc, pipe.PARTS))
+        acc = finish_sums(start_sums(ds, parts_of(pipe.k, k_s, pipe.PARTS), acc))
         mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
         k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
     return acc, (k_s, k_phase, v_s, v_phase)
@@ -100,11 +107,12 @@ def consume(
         tiles = (steps, least, most, right)
         own = (lse, along, (first, stop))
         masked = min(masked, steps)
-        acc = zero_sums(pipe.k, ROWS, pipe.PARTS)
+        acc = zero_sums(ROWS, pipe.D, pipe.PARTS)
         acc, places = add_tiles(pipe, acc, places, tiles, (0, masked), own, SCALE, CAP, True, WHICH)
         acc, places = add_tiles(pipe, acc, places, tiles, (masked, steps), own, SCALE, CAP, False, WHICH)
         sees = for_sums(first < stop, pipe.D)
-        store_sums(dq_desc, pipe.q, WHICH, acc, FACTOR, sees, row + WHICH * ROWS, head, pipe.PARTS)
+        q = parts_of(pipe.q, WHICH, pipe.PARTS)
+        store_sums(dq_desc, q, acc, FACTOR, sees, row + WHICH * ROWS, head)
         tma.store_wait(0)
         mbarrier.arrive(pipe.q_empty.index(0), count=1)
         q_phase ^= 1

@@ -30,7 +30,7 @@ from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, 
 from jaxops._lib.gluon.layouts_triton import accumulator, one_number
 from jaxops._lib.gluon.stores_triton import as_block, tile_layout
 from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
-from jaxops.ops.packed_attention.parts_triton import load_parts, start_products
+from jaxops.ops.packed_attention.parts_triton import load_parts, parts_of, start_products
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, head_columns, hopper_apart
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS as _ROWS
 from jaxops.ops.packed_attention.visible import FIELDS as _FIELDS
@@ -136,7 +136,7 @@ def load_keys(desc, bufs, full, empty, s, phase, tile, head, PARTS: gl.constexpr
     first, end = tile
     mbarrier.wait(empty.index(s), phase)
     mbarrier.expect(full.index(s), PARTS * desc.nbytes_per_cta)
-    load_parts(desc, bufs, s, full.index(s), (first, end - bufs.shape[1] - first, head), PARTS)
+    load_parts(desc, parts_of(bufs, s, PARTS), full.index(s), (first, end - bufs.shape[1] - first, head))
 
 
 @gluon.jit
@@ -197,9 +197,9 @@ def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.
             mbarrier.expect(q_full, pipe.CONSUMERS * OF_ROWS)
         for n in gl.static_range(pipe.CONSUMERS):
             box = (row + n * ROWS, head)
-            load_parts(q_desc, pipe.q, n, q_full, box, pipe.PARTS)
+            load_parts(q_desc, parts_of(pipe.q, n, pipe.PARTS), q_full, box)
             if dout_desc is not None:
-                load_parts(dout_desc, pipe.out, n, q_full, box, pipe.V_PARTS)
+                load_parts(dout_desc, parts_of(pipe.out, n, pipe.V_PARTS), q_full, box)
         steps = steps_of(least, most, BK)
         tiles = (steps, least, most, right)
         for step in range(steps + 1):
@@ -275,7 +275,7 @@ def for_sums(x, COLUMNS: gl.constexpr):
 @gluon.jit
 def start_scores(pipe, s, phase, WHICH: gl.constexpr):
     mbarrier.wait(pipe.k_full.index(s), phase)
-    return start_products(pipe.q, WHICH, pipe.k, s, pipe.PARTS)
+    return start_products(parts_of(pipe.q, WHICH, pipe.PARTS), parts_of(pipe.k, s, pipe.PARTS))
 
 
 @gluon.jit

@@ -216,9 +216,10 @@ def add_tiles(
     for step in range(span[0], span[1]):
         if pipe.DK and pipe.DV:
             dout_s = q_s
+        mbarrier.wait(pipe.q_full.index(q_s), q_phase)
+        # Both before the first product: ptxas else spills a third more.
         q = parts_of(pipe.q, q_s, pipe.PARTS)
         dout = parts_of(pipe.dout, dout_s, pipe.V_PARTS)
-        mbarrier.wait(pipe.q_full.index(q_s), q_phase)
         scores = start_products(k, q)
         if pipe.DK:
             if not pipe.DV:

@@ -24,7 +24,7 @@ from jaxops._lib.gluon.gemm_triton import advance
 from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.stores_triton import tile_layout
-from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
+from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, opaque, start_fetch_add
 from jaxops.ops.packed_attention.fwd_triton import (
     FIELDS,
     LOW,
@@ -211,13 +211,13 @@ def add_tiles(
     keys, runs = rows
     q_s, q_phase, dout_s, dout_phase = places
     BQ: gl.constexpr = pipe.BQ
-    k = parts_of(pipe.k, WHICH, pipe.PARTS)
-    v = parts_of(pipe.v, WHICH, pipe.V_PARTS)
     for step in range(span[0], span[1]):
         if pipe.DK and pipe.DV:
             dout_s = q_s
         mbarrier.wait(pipe.q_full.index(q_s), q_phase)
-        # Both before the first product: ptxas else spills a third more.
+        own = opaque(WHICH)  # else ptxas computes addresses before the loop, and spills them
+        k = parts_of(pipe.k, own, pipe.PARTS)
+        v = parts_of(pipe.v, own, pipe.V_PARTS)
         q = parts_of(pipe.q, q_s, pipe.PARTS)
         dout = parts_of(pipe.dout, dout_s, pipe.V_PARTS)
         scores = start_products(k, q)

@@ -21,6 +21,7 @@ from jaxops._lib.gluon.gemm_triton import advance
 from jaxops._lib.gluon.launch_triton import OutTile, Scratch, triton_call
 from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.stores_triton import tile_layout
+from jaxops._lib.gluon.tile_scheduler_triton import opaque
 from jaxops.ops.packed_attention.fwd_triton import (
     LOW,
     ROWS,
@@ -34,7 +35,6 @@ from jaxops.ops.packed_attention.fwd_triton import (
     scales,
     section,
     seen_keys,
-    start_scores,
     steps_of,
     tile_of,
     window_box,
@@ -62,9 +62,12 @@ def add_tiles(
     lse, along, runs = rows
     BK: gl.constexpr = pipe.BK
     for step in range(span[0], span[1]):
-        scores = start_scores(pipe, k_s, k_phase, WHICH)
+        own = opaque(WHICH)  # else ptxas computes addresses before the loop, and spills them
+        k = parts_of(pipe.k, k_s, pipe.PARTS)
+        mbarrier.wait(pipe.k_full.index(k_s), k_phase)
+        scores = start_products(parts_of(pipe.q, own, pipe.PARTS), k)
         mbarrier.wait(pipe.v_full.index(v_s), v_phase)
-        products = start_products(parts_of(pipe.out, WHICH, pipe.V_PARTS), parts_of(pipe.v, v_s, pipe.V_PARTS))
+        products = start_products(parts_of(pipe.out, own, pipe.V_PARTS), parts_of(pipe.v, v_s, pipe.V_PARTS))
         scores = warpgroup_mma_wait(pipe.V_PARTS, deps=[scores])
         shares = capped(scores, CAP)
         scores = shares * SCALE - lse[:, None]
@@ -78,7 +81,7 @@ def add_tiles(
         mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
         v_s, v_phase = advance(v_s, v_phase, pipe.V_STAGES)
         ds = as_operand(p * (products - along[:, None]), pipe.k.dtype, pipe.D)
-        acc = finish_sums(start_sums(ds, parts_of(pipe.k, k_s, pipe.PARTS), acc))
+        acc = finish_sums(start_sums(ds, k, acc))
         mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
         k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
     return acc, (k_s, k_phase, v_s, v_phase)

@@ -87,9 +87,9 @@ def packed_attention(
         which XLA schedules and `jaxops.profiling` reports.
       crowd: has no effect any more; a DeprecationWarning.
       backend: "auto" takes "triton", the kernels for Hopper, for bfloat16 and float16 and a head_dim and value_dim that
-        are multiples of 8 up to 256 (Python 3.12). Elsewhere it takes
-        "cudnn" where that can run (on a GPU, bfloat16 or float16, causal or whole sequences), "pallas" on a GPU for
-        other masks, sinks and soft_cap, and "xla". Each of them runs or raises ("pallas" is interpreted on a CPU).
+        are multiples of 8 up to 256 (Python 3.12). Elsewhere it takes "cudnn" where that can run (on a GPU, bfloat16 or
+        float16, causal or whole sequences), "pallas" on a GPU for other masks, sinks and soft_cap, and "xla". Each of
+        them runs or raises ("pallas" is interpreted on a CPU).
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:

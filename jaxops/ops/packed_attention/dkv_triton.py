@@ -4,7 +4,7 @@ A persistent kernel. A program takes blocks of key rows of one head, the longest
 queries, of all heads that share the keys, that see some of them: deterministic, without atomics. One producer warp
 loads by TMA. Two consumer warp groups have 64 of the keys each, in shared memory, and the sums of both gradients in
 registers. Scores are transposed, [keys, queries], so that probabilities and their gradients are left operands as they
-are, from registers.
+are, from registers. Wide heads have a launch for dk and one for dv: registers have no room for the sums of both.
 
 A tile of queries ends where the sequences end: its box is cut off there, since behind it may lie NaN.
 """

@@ -280,7 +280,7 @@ def consume(
         rows = (keys, runs)
         tiles = (number, left, right, steps, bounds)
         masked = left + right
-        # Of the one that is not computed unused, and the compiler drops them.
+        # The compiler drops the sums of a gradient that is not computed.
         sums = (zero_sums(ROWS, pipe.D, pipe.PARTS), zero_sums(ROWS, pipe.V, pipe.V_PARTS))
         for _ in range(group):
             sums, places = add_tiles(pipe, sums, places, tiles, (0, masked), rows, SCALE, CAP, True, WHICH)
@@ -343,13 +343,13 @@ def gradients_of_keys(
     blocks = key_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     scale, cap = scales(spec)
     early = early_stages("dkv", tiles, (D, V))
-    of = {"dk": (k, (CONSUMER_ROWS, 1, part)), "dv": (v, (CONSUMER_ROWS, 1, value_part))}
+    gradients = {"dk": (k, (CONSUMER_ROWS, 1, part)), "dv": (v, (CONSUMER_ROWS, 1, value_part))}
 
     def launch(name: str, *made: str) -> tuple[jax.Array, ...]:
-        """The gradients that are made, "dk", "dv" or both."""
-        results: dict[str, OutTile | None] = dict.fromkeys(of)
+        """made: "dk", "dv", or both in this order."""
+        results: dict[str, OutTile | None] = dict.fromkeys(gradients)
         for i, each in enumerate(made):
-            like, shape = of[each]
+            like, shape = gradients[each]
             results[each] = OutTile(shape, tile_layout(like.dtype, shape), result=i)
         products = D + ("dk" in made) * (D + V) + ("dv" in made) * V
         return triton_call(
@@ -357,12 +357,12 @@ def gradients_of_keys(
             row_box(k, part), row_box(v, value_part), *numbers[:2], inside,
             Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), *results.values(),
             kernel=packed_attention_dkv_kernel, name=name, grid=min(cores, blocks.shape[0] * K),
-            out_type=tuple(out_struct(x.shape, x.dtype, like=x) for x, _ in map(of.__getitem__, made)),
+            out_type=tuple(out_struct(x.shape, x.dtype, like=x) for x, _ in map(gradients.__getitem__, made)),
             flops=2 * spec.pairs * N * products, sizes=(blocks.shape[0], K, N // K), D=part, PARTS=columns // part,
             V=value_part, V_PARTS=values // value_part, BQ=tiles.bq,
             STAGES=tiles.stages if "dk" in made else early, V_STAGES=tiles.stages if "dv" in made else early,
             SCALE=scale, CAP=cap, FACTOR=spec.scale, SECTION=min(max(section(q, dout) * K // N, 1), K),
-            **{each: None for each in of if each not in made},
+            **{each: None for each in gradients if each not in made},
         )  # fmt: skip
 
     if gradients_apart((D, V)):

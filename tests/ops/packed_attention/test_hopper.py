@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -151,11 +152,13 @@ def test_large_scores():
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("bad", [[5, 3, 300, -7, 2**31 - 1], [-(2**31), 2**31 - 1, 0, 9, 4]], ids=["a", "b"])
-def test_bad_offsets_stay_in_bounds(bad):
+@pytest.mark.parametrize("dim", [16, 136])
+def test_bad_offsets_stay_in_bounds(bad, dim):
     """Any row may come out, finite."""
-    q, k, v, _ = (put(x, jnp.bfloat16) for x in arrays(0, 300, dim=16))
-    out = jaxops.packed_attention(q, k, v, put(bad, jnp.int32), causal=True, plan=Plan("triton", fwd=NARROW))
-    assert np.isfinite(np.asarray(out, np.float32)).all()
+    *operands, dout = (put(x, jnp.bfloat16) for x in arrays(0, 300, dim=dim))
+    call = lambda *x: jaxops.packed_attention(*x, put(bad, jnp.int32), causal=True, plan=Plan("triton", fwd=NARROW))
+    for x in with_gradients(call, *operands, dout):
+        assert np.isfinite(np.asarray(x, np.float32)).all()
 
 
 @pytest.mark.hopper
@@ -217,6 +220,13 @@ def test_plans():
     for change in ({"dtype": "float32"}, {"head_dim": 264}, {"head_dim": 12}):
         assert make_plan(dataclasses.replace(problem, **change), H200).backend == "xla"
     assert make_plan(dataclasses.replace(problem, head_dim=64), H200, backend="triton").fwd == Tiles(192, 128, 12, 3)
+    for dim, values in itertools.product((8, 64, 136, 192, 200, 256), repeat=2):  # all fit
+        make_plan(dataclasses.replace(problem, head_dim=dim, value_dim=values), H200, backend="triton")
+    wide = dataclasses.replace(problem, head_dim=256)
+    with pytest.raises(ValueError, match="297472 bytes of shared memory: use fewer stages"):
+        make_plan(wide, H200, plan=Plan("triton", dkv=Tiles(64, 128, 8, 3)))
+    with pytest.raises(ValueError, match="this needs bq=128 and warps=8, and bk from 64 to 64"):
+        make_plan(wide, H200, plan=Plan("triton", dq=Tiles(128, 128, 8, 1)))
     with pytest.raises(ValueError, match="this needs bq=128 and warps=8, and bk from 64 to 128"):
         make_plan(problem, H200, plan=Plan("triton", fwd=Tiles(64, 64, 4, 2)))
     with pytest.raises(ValueError, match="this needs bq=128 and warps=8, and bk from 64 to 128"):

@@ -46,11 +46,7 @@ class Conversation(NamedTuple):
 
 
 def conversation(line: dict[str, Any], source: str) -> Conversation:
-    """Of a line of data with "messages", and perhaps "tools".
-
-    Raises:
-      ValueError: no list of messages, an empty one, an unknown role, or a content that is no text.
-    """
+    """Of a line of data with "messages", and perhaps "tools"."""
     messages, tools = line["messages"], line.get("tools")
 
     def needs(holds: Any, what: str, given: Any, needed: str) -> None:
@@ -119,9 +115,6 @@ class ChatTemplate:
       tokens: the names that it may use for special tokens, such as bos_token.
       file: its name in errors.
       now: the time that it sees, by default that of this call: one time for all that it renders.
-
-    Raises:
-      ValueError: the source cannot be parsed.
     """
 
     def __init__(self, source: str, tokens: dict[str, str], file: str, now: datetime.datetime | None = None):
@@ -143,9 +136,6 @@ class ChatTemplate:
 
         Args:
           prompt: whether what begins an answer is added.
-
-        Raises:
-          ValueError: the template fails, or refuses these messages; as of `check_text`.
         """
         given = {"messages": [_with_reasoning(message) for message in messages], "tools": tools, "documents": None}
         try:
@@ -218,9 +208,6 @@ def template_of(folder: pathlib.Path, now: datetime.datetime | None = None) -> C
 
     Args:
       now: as of `ChatTemplate`.
-
-    Raises:
-      ValueError: there is none, or none that is called default, or it cannot be parsed.
     """
     file, beside = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     config = read_json(file) if file.exists() else {}

@@ -28,10 +28,7 @@ BITS, PHOTOMETRIC, SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF
 
 
 def check_colour(background: str) -> None:
-    """
-    Raises:
-      ValueError: no colour that Pillow knows.
-    """
+    """Raises a ValueError for what Pillow does not know as a colour."""
     try:
         ImageColor.getcolor(background, "RGB")
     except ValueError:
@@ -45,10 +42,6 @@ def find_images(folder: Path) -> tuple[list[Path], list[Path]]:
 
     Links are followed; a folder that is found again is read once. Hidden files, and what is in hidden folders, are no
     images.
-
-    Raises:
-      OSError: a folder that cannot be read.
-      ValueError: a link to nothing, or an image that is no regular file.
     """
     known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     images, others = [], []
@@ -97,9 +90,6 @@ def read_images(files: Sequence[Path], patch: int, longest: int, background: str
 
     Args:
       background: colour under transparent pixels.
-
-    Raises:
-      ValueError: Pillow cannot read a file, or its numbers do not say which one is white.
     """
 
     def read(file: Path) -> np.ndarray:

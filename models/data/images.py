@@ -142,9 +142,6 @@ def in_batches(
 
     Args:
       what: names one of them and its measures in the error.
-
-    Raises:
-      ValueError: one that does not fit into a batch.
     """
     for size in sizes:
         if any(have > most for have, most in zip(size, limits, strict=True)):
@@ -245,11 +242,7 @@ DATA_SETS = {"digits": read_digits}
 
 
 def read_data(name: str, seed: int, patch: int, longest: int, background: str = "white") -> DataSet:
-    """A data set of DATA_SETS, or the images of a folder; patch, longest and background are for a folder.
-
-    Raises:
-      ValueError: neither, or as of `read_folder`.
-    """
+    """A data set of DATA_SETS, or the images of a folder; patch, longest and background are for a folder."""
     if name in DATA_SETS:
         return DATA_SETS[name](seed)
     if not (name and Path(name).is_dir()):  # Path("") is the current folder
@@ -266,10 +259,6 @@ def read_folder(folder: Path, patch: int, longest: int, background: str) -> Data
     """The images below a folder, as of `read_images`. Each sub-folder with images is a class, or all are one class.
 
     Each class's tenth image is held out.
-
-    Raises:
-      ValueError: no images, fewer than ten of all classes, images beside classes, or as of `find_images` and
-        `read_images`.
     """
     files, others = find_images(folder)
     classes: dict[str, list[Path]] = {}

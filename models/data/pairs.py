@@ -59,10 +59,6 @@ def read_pairs(name: str, patch: int, longest: int, background: str = "white") -
 
     Args:
       patch, longest, background: for own images, as in `models.data.image_files.read_images`.
-
-    Raises:
-      ValueError: neither, fewer than ten pairs, a pair that lacks a half, a caption that is no text, an image that
-        Pillow cannot read.
     """
     if name in DATA_SETS:
         return DATA_SETS[name]()

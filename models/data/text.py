@@ -39,11 +39,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def standard_library(root: Path | None = None) -> list[bytes]:
-    """The sources under root, by default those of the running Python.
-
-    Raises:
-      FileNotFoundError: fewer files than any Python has.
-    """
+    """The sources under root, by default those of the running Python."""
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     files = source_files(root)
     if len(files) < HELDOUT_EVERY:
@@ -67,10 +63,6 @@ def read_texts(paths: Sequence[str | Path], *, raw: bool = False) -> list[bytes 
 
     Args:
       raw: read files as bytes. Otherwise they must be UTF-8 without zero bytes, because a zero ends a document.
-
-    Raises:
-      OSError: as of `text_files` and `read_bytes`.
-      ValueError: a file that is no text, or a line of a .jsonl file without one, or with unusable messages.
     """
     texts: list[bytes | Conversation] = []
     for file in text_files(paths):
@@ -104,10 +96,6 @@ def tokenize(
 
     Args:
       context: predictions of a document: a conversation with more is cut, and left out if none is scored before.
-
-    Raises:
-      ValueError: a text that is not UTF-8, for a tokenizer that needs it; of the template, with the conversation's
-        source.
     """
     plain = iter(_ended(tokenizer.encode_all([text for text in texts if isinstance(text, bytes) and text]), tokenizer))
     if template is None:
@@ -147,9 +135,6 @@ def split(documents: Documents, source: str = "the data") -> Corpus:
 
     Args:
       source: its name in errors.
-
-    Raises:
-      ValueError: too little text to predict anything in one of the two parts.
     """
     lengths = np.diff(documents.offsets)
     tenth = np.arange(len(lengths)) % HELDOUT_EVERY == HELDOUT_EVERY - 1

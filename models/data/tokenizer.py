@@ -52,9 +52,6 @@ class HuggingFace:
 
     Attributes:
       source: the file's text, to be saved beside a model.
-
-    Raises:
-      ValueError: a file that cannot be read, is no tokenizer.json, or has no tokens.
     """
 
     def __init__(self, file: pathlib.Path, end: int | None = None):
@@ -95,10 +92,7 @@ class HuggingFace:
         return self.tokenizer.decode(list(tokens))
 
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """
-        Raises:
-          ValueError: a text that is not UTF-8.
-        """
+        """The tokens of texts that must be UTF-8."""
         found = []
         for at in range(0, len(texts), TOGETHER):
             encoded = self.tokenizer.encode_batch_fast([_decode(text) for text in texts[at : at + TOGETHER]])
@@ -119,11 +113,7 @@ def _decode(text: bytes) -> str:
 
 
 def tokenizer_of(folder: pathlib.Path, vocab: int) -> Tokenizer:
-    """The tokenizer of a checkpoint.
-
-    Raises:
-      ValueError: no tokenizer.json, and fewer tokens than bytes.
-    """
+    """The tokenizer of a checkpoint."""
     file = folder / "tokenizer.json"
     if file.exists():
         return HuggingFace(file, end_token(folder))
@@ -136,9 +126,6 @@ def end_tokens(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens that end what a checkpoint writes: of generation_config.json, else of config.json or the tokenizer.
 
     None for bytes: few models of bytes have learned to end.
-
-    Raises:
-      ValueError: a file that is no JSON object, or no tokens.
     """
     if isinstance(tokenizer, Bytes):
         return ()

@@ -129,11 +129,7 @@ def split_of(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def shardings(state: Tree, mesh: Mesh) -> Tree:
-    """A `NamedSharding` for each array (or shape) of a training state.
-
-    Raises:
-      typer.BadParameter: an axis of the mesh does not divide the axis that it splits.
-    """
+    """A `NamedSharding` for each array (or shape) of a training state."""
 
     def sharding(path: tuple, x: Any) -> NamedSharding:
         split = split_of(path, x.shape, mesh)
@@ -400,9 +396,6 @@ def check_shares(sizes: dict[str, int], by_rows: tuple[str, ...], accumulate: in
 
     Args:
       by_rows: sizes that the devices of the axis `tensor` share, too.
-
-    Raises:
-      ValueError: names all sizes that cannot be split evenly.
     """
     parts, tensor = micro_batches(accumulate, mesh), 1 if mesh is None else mesh.shape[TENSOR]
     uneven = [name for name in sizes if sizes[name] % (parts * tensor if name in by_rows else parts)]

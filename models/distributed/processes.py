@@ -19,9 +19,6 @@ def initialize(coordinator: str | None = None, processes: int | None = None, pro
     Args:
       coordinator: HOST:PORT of process 0; also $JAX_COORDINATOR_ADDRESS.
       processes, process_id: their number, and this one's index.
-
-    Raises:
-      typer.BadParameter: neither the options nor the environment describe the processes.
     """
     try:
         jax.distributed.initialize(coordinator, processes, process_id)

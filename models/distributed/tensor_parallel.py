@@ -79,11 +79,7 @@ def _check_is_split(layer: Any, axis: int) -> None:
 
 
 def own_rows(x: jax.Array) -> jax.Array:
-    """This device's rows of x [rows, ...], which all devices have.
-
-    Raises:
-      ValueError: rows that the devices do not divide.
-    """
+    """This device's rows of x [rows, ...], which all devices have."""
     if devices() == 1:
         return x
     check_rows(x.shape[0], devices())
@@ -91,10 +87,7 @@ def own_rows(x: jax.Array) -> jax.Array:
 
 
 def check_rows(rows: int, devices: int) -> None:
-    """
-    Raises:
-      ValueError: rows of a part of the batch that the devices of the axis do not divide.
-    """
+    """Whether the devices of the axis divide the rows of a part of the batch."""
     if rows % devices:
         raise ValueError(
             f"a part of the batch has {rows} rows, which tensor={devices} does not divide: take a batch and a length "
@@ -103,10 +96,7 @@ def check_rows(rows: int, devices: int) -> None:
 
 
 def check_heads(devices: int, **heads: int) -> None:
-    """
-    Raises:
-      ValueError: numbers of heads that the devices of the axis do not divide.
-    """
+    """Whether the devices of the axis divide the numbers of heads."""
     for name, number in heads.items():
         if number % devices:
             raise ValueError(

@@ -65,10 +65,7 @@ class DiTConfig:
     sums: Dtype = "float32"
 
     def check_tensor(self, devices: int) -> None:
-        """
-        Raises:
-          ValueError: so many devices of the mesh axis `tensor` do not divide the heads.
-        """
+        """Whether so many devices of the mesh axis `tensor` divide the heads."""
         check_heads(devices, heads=self.heads)
 
 

@@ -85,11 +85,7 @@ class Writer:
     model: Decoder | None = None  # not until all else is checked
 
     def prompt(self, given: Any) -> Prompt:
-        """Of text, or messages.
-
-        Raises:
-          ValueError: messages without a template.
-        """
+        """Of text, or messages."""
         if self.template is None:
             if not isinstance(given, str):
                 raise ValueError("a prompt has messages, which need the checkpoint's chat template: pass --chat.")
@@ -99,10 +95,7 @@ class Writer:
         return Prompt(given, text, self.tokenizer.encode_rendered(text)[0])
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """
-        Raises:
-          ValueError: rows of more than `limit` tokens.
-        """
+        """Refuses rows of more than `limit` tokens."""
         longest, length = max((len(prompt.tokens) for prompt in prompts), default=0), self.options.length
         if longest + length > self.options.limit:
             raise ValueError(
@@ -178,12 +171,7 @@ def sampling_of(options: GenerateOptions) -> Sampling:
 
 
 def prompts_of(file: pathlib.Path) -> list[Any]:
-    """The text of each line, or of a .jsonl file also its messages.
-
-    Raises:
-      OSError: as of `models.data.text_files.read_bytes`.
-      ValueError: no text; a line of a .jsonl file that is no object with "prompt" or "messages"; bad messages; no line.
-    """
+    """The text of each line, or of a .jsonl file also its messages."""
     found: list[Any] = []
     if is_json_lines(file):
         for line in json_lines(file, 'a "prompt" that is a string, or with "messages"'):

@@ -21,9 +21,6 @@ class TextStream:
     Args:
       prompt: the tokens before.
       stops: the stop words; one may begin and end within tokens.
-
-    Raises:
-      ValueError: an empty stop word.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()):

@@ -257,10 +257,7 @@ def _save_new(folder: pathlib.Path, uses: dict[str, list[Use]], params: Params, 
 
 
 def _copy_beside(new: pathlib.Path, like: pathlib.Path, architecture: str, config: DecoderConfig) -> None:
-    """
-    Raises:
-      ValueError: a checkpoint of another architecture or with other settings.
-    """
+    """config.json and other small files of `like`, which must be of the same architecture and settings."""
     # Unknown keys have been checked when the model was loaded.
     named, settings = read_config(like, ignore_config=None, **{name: getattr(config, name) for name in OF_A_RUN})
     if named != architecture or settings != config:

@@ -45,12 +45,7 @@ def _number(text: str) -> int | float:
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """Numbers that are whole are int, however they are written.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is no JSON object.
-    """
+    """Numbers that are whole are int, however they are written."""
     try:
         found = json.loads(file.read_bytes(), parse_float=_number)
     except (ValueError, RecursionError) as error:
@@ -88,10 +83,7 @@ def _flat(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_unread(architecture: str, given: dict[str, Any], unread: list[str], ignored: Collection[str] | None) -> None:
-    """
-    Raises:
-      ValueError: unread keys that are not ignored, or an ignored key that is not there or counts.
-    """
+    """Refuses unread keys that are not ignored, and ignored keys that are not there or count."""
     counts = {*MODELS[architecture].reads, *READ_FOR_ALL, *(EXPERTS if MODELS[architecture].has_experts else ())}
     if wrong := [key for key in ignored or () if key not in given or key in counts]:
         raise ValueError(
@@ -113,9 +105,6 @@ def _settings(architecture: str, given: dict[str, Any], ignored: Collection[str]
 
     Args:
       ignored: as `ignore_config` of `read_config`.
-
-    Raises:
-      ValueError: unknown or contradicting keys, values that are invalid, or features that the decoder does not have.
     """
     family = MODELS[architecture]
     given = _flat(given)
@@ -179,9 +168,6 @@ def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig,
     """
     Args:
       end: the token that ends a text, or None.
-
-    Raises:
-      ValueError: a model that the architecture's config.json cannot describe.
     """
     family = MODELS[architecture]
     keys = keys_of(family, config)
@@ -197,11 +183,7 @@ def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig,
 
 
 def ends_in(file: pathlib.Path) -> tuple[int, ...]:
-    """The tokens that end a text, as eos_token_id of a config.json or generation_config.json says; of no file none.
-
-    Raises:
-      ValueError: no JSON object, or no tokens.
-    """
+    """The tokens that end a text, as eos_token_id of a config.json or generation_config.json says; of no file none."""
     given = read_json(file).get("eos_token_id") if file.exists() else None
     found = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(token) is int and 0 <= token < MOST_TOKENS for token in found):

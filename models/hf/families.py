@@ -240,11 +240,7 @@ MODELS = {
 
 
 def window_of(family: Family, keys: Keys) -> tuple[int | None, tuple[int, ...] | None]:
-    """How many tokens a token sees, and in which layers; None for all.
-
-    Raises:
-      ValueError: layer_types that are none, or contradict another key.
-    """
+    """How many tokens a token sees, and in which layers; None for all."""
     layers, kinds = range(keys.num_hidden_layers), keys.layer_types
     if kinds is None:
         kinds = [SLIDING if family.slides(keys, layer) else FULL for layer in layers]
@@ -267,11 +263,7 @@ def layer_kinds(layers: int, window: int | None, sliding: tuple[int, ...] | None
 
 
 def settings_of(family: Family, keys: Keys) -> dict[str, Any]:
-    """Settings of a `DecoderConfig`.
-
-    Raises:
-      ValueError: keys that do not fit together.
-    """
+    """Settings of a `DecoderConfig`."""
     heads, reads = keys.num_attention_heads, family.reads
     if isinstance(keys.quantization_config, Mxfp4) and family is not MODELS["GptOssForCausalLM"]:
         raise ValueError("quantization_config is mxfp4, which only GptOssForCausalLM has here")

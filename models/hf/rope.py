@@ -50,9 +50,6 @@ class Rope(pydantic.BaseModel):
         """
         Args:
           longest, original: the configuration's max_position_embeddings and original_max_position_embeddings.
-
-        Raises:
-          ValueError: a kind without its numbers.
         """
         kind = self.rope_type
         if kind == "default":

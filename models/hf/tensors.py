@@ -109,11 +109,7 @@ class Stored:
 
 
 def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
-    """
-    Raises:
-      FileNotFoundError: there is no checkpoint, or it lacks a file that its index names.
-      ValueError: an index that says no files.
-    """
+    """The files of a checkpoint, or an error if one is missing."""
     index, names = folder / INDEX, ["model.safetensors"]
     if index.exists():
         given = read_json(index).get("weight_map")
@@ -129,11 +125,7 @@ def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def read_headers(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, bytes, list[Tensor]]]:
-    """(file, the bytes before its tensors, its tensors in the order of their bytes) of each file of a checkpoint.
-
-    Raises:
-      FileNotFoundError, ValueError: as of `files_of`; a file that is no safetensors file.
-    """
+    """(file, the bytes before its tensors, its tensors in the order of their bytes) of each file of a checkpoint."""
     for file in files_of(folder):
         try:
             with safetensors.safe_open(file, "np"):  # checks the header, and that the tensors fill the file

@@ -138,11 +138,7 @@ def size_of(document: Document, patch: int) -> tuple[int, int, int, int]:
 
 
 def lay_out(documents: Sequence[Document], room: Room) -> Batch:
-    """The documents, in order, as a batch.
-
-    Raises:
-      ValueError: they do not fit.
-    """
+    """The documents, in order, as a batch."""
     sizes = np.array([size_of(document, room.patch) for document in documents]).reshape(-1, len(room.limits)).sum(0)
     if (sizes > room.limits).any():
         raise ValueError(

@@ -258,9 +258,6 @@ class Multimodal(nnx.Module):
         Args:
           batch: whose images are noisy already; its predictions and `is_read` are not used.
           time: [S] from 0 (image) to 1 (noise), of each segment; of text any number.
-
-        Raises:
-          ValueError: what an axis `tensor` does not divide.
         """
         c = self.config
         c.check_tensor(devices())

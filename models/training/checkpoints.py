@@ -215,11 +215,7 @@ class Checkpoints:
     def _compare(
         self, step: int, sums: dict[str, int], stored: dict[str, str], wanted: dict[str, jax.ShapeDtypeStruct]
     ) -> str:
-        """The error in the metadata, or "".
-
-        Raises:
-          typer.BadParameter: the metadata are intact, and another model's.
-        """
+        """The error in the metadata, or ""."""
         if sums.keys() != stored.keys():
             return f"its arrays and checksums are not of the same names: {_some(sorted(sums.keys() ^ stored.keys()))}"
         ours = {name: _describe(array) for name, array in wanted.items()}

@@ -123,10 +123,7 @@ def check_option(option: str, value: str, known: typing.Iterable[str]) -> None:
 
 
 def read(file: Path) -> Given:
-    """
-    Raises:
-      ValueError: as of `models.training.settings_text.load`; no settings, or no mapping.
-    """
+    """A YAML file's mapping of settings."""
     try:
         found = settings_text.load(file.read_bytes(), str(file))
     except OSError as error:
@@ -138,11 +135,7 @@ def read(file: Path) -> Given:
 
 
 def read_own(file: Path) -> Given:
-    """The settings that a run wrote.
-
-    Raises:
-      ValueError: the file was edited.
-    """
+    """The settings that a run wrote."""
     text, _, checksum = file.read_text("utf-8", errors="replace").rpartition(CHECKSUM)
     if checksum.strip() != _crc(text):
         raise ValueError(
@@ -153,11 +146,7 @@ def read_own(file: Path) -> Given:
 
 
 def check_unchanged(config: Schedule, file: Path) -> None:
-    """Compares the settings with those of the run that wrote `file`.
-
-    Raises:
-      ValueError: they differ, with all differences named, or the file was edited.
-    """
+    """Compares the settings with those of the run that wrote `file`."""
     ours, theirs = (flatten_dict(dataclasses.asdict(of), sep=".") for of in (config, resolve(config, read_own(file))))
     if differing := [
         f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]
@@ -188,11 +177,7 @@ def overlay(below: Given, above: Given) -> Given:
 
 
 def assignments(texts: Sequence[str]) -> Given:
-    """KEY=VALUE texts, with dots for nested keys -> the mapping of an equal file.
-
-    Raises:
-      ValueError: a text without "=", or a value that is no YAML.
-    """
+    """KEY=VALUE texts, with dots for nested keys -> the mapping of an equal file."""
     found: Given = {}
     for text in texts:
         name, equals, value = text.partition("=")

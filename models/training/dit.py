@@ -50,12 +50,7 @@ def choose(options: DitOptions) -> DiTPreset:
 
 
 def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiTConfig:
-    """The preset's model for a data set.
-
-    Raises:
-      ValueError: a micro-batch cannot hold the largest image, or cannot be split evenly over the mesh; an axis `tensor`
-        that does not divide the heads.
-    """
+    """The preset's model for a data set."""
     check_shares({"tokens": preset.tokens, "images": preset.images}, ("tokens",), preset.accumulate, mesh)
     budget = preset.tokens // micro_batches(preset.accumulate, mesh)
     if budget < data.longest:

@@ -38,9 +38,6 @@ def new(out: Path | None, default: Path, *, resumes: bool) -> Path:
 
     Args:
       resumes: whether `out` may be what a run left that was killed before its config.yaml was whole.
-
-    Raises:
-      ValueError: `out` has what a run writes, which would be overwritten, or is no folder.
     """
     if out is None:
         for number in itertools.count(1 + max(_numbers(default), default=0)):

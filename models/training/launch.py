@@ -37,12 +37,7 @@ def start_processes(options: Options) -> None:
 
 
 def choose_mesh(options: Options, backend: str) -> Mesh | None:
-    """The mesh of the run.
-
-    Raises:
-      typer.BadParameter: several processes that would each train alone, interpreted kernels that cannot be sharded, or
-        as of `make_mesh`.
-    """
+    """The mesh of the run."""
     if options.mesh is not None:
         if backend == "pallas" and jax.default_backend() != "gpu":
             raise typer.BadParameter(
@@ -86,10 +81,6 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, 
       chosen: all settings of the run.
       default: the folder without --out; further runs get -2, -3, ... at its end.
       data: all training files by name.
-
-    Raises:
-      typer.BadParameter: --resume without --save-every.
-      ValueError: the folder holds another run, or the run to resume had other settings, or other data.
     """
     if options.resume and options.save_every is None:
         raise typer.BadParameter(
@@ -117,22 +108,14 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, 
 
 
 def begun(options: Options, default: Path) -> str:
-    """When the run to resume began, or this one, in ISO 8601.
-
-    Raises:
-      ValueError: the settings of the run to resume were edited.
-    """
+    """When the run to resume began, or this one, in ISO 8601."""
     before = folders.to_resume(options.out, default) if options.resume else None
     given = None if before is None else config.read_own(before / folders.CONFIG).get("date")
     return given or of_first(lambda: datetime.datetime.now().isoformat(timespec="seconds"))
 
 
 def of_first(find: Callable[[], str]) -> str:
-    """What the first process finds, in all of them.
-
-    Raises:
-      ValueError: the first process's, in all of them.
-    """
+    """What the first process finds, in all of them."""
     if jax.process_count() == 1:
         return find()
     answer = ""
@@ -148,11 +131,7 @@ def of_first(find: Callable[[], str]) -> str:
 
 
 def check_data(sums: dict[str, int], file: Path) -> None:
-    """Compares the data with those of the run that wrote `file`.
-
-    Raises:
-      ValueError: they differ; the first differing files are named.
-    """
+    """Compares the data with those of the run that wrote `file`."""
     if not file.exists():
         return
     before = read_json(file)

@@ -136,11 +136,7 @@ class LmTask(Task):
 
 
 def check_fits(preset: Preset, mesh: Mesh) -> None:
-    """
-    Raises:
-      typer.BadParameter, ValueError: a micro-batch cannot be split evenly over the mesh, or the model has what an axis
-        `tensor` does not split.
-    """
+    """Whether a micro-batch can be split evenly over the mesh, and the model by an axis `tensor`."""
     rows, tensor = preset.batch // preset.accumulate, mesh.shape[TENSOR]
     rows_of_process(rows, mesh)
     preset.model.check_tensor(tensor)

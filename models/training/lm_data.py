@@ -15,11 +15,7 @@ CHAT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config
 
 
 def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
-    """The tokenizer, and the preset with its number of tokens.
-
-    Raises:
-      ValueError: the tokenizer cannot be read, or has more tokens than the checkpoint to start from.
-    """
+    """The tokenizer, and the preset with its number of tokens."""
     folder, vocab = preset.init_from, preset.model.vocab
     if preset.tokenizer is not None:
         tokenizer = HuggingFace(Path(preset.tokenizer), None if folder is None else end_token(Path(folder)))
@@ -60,9 +56,6 @@ def read_corpus(
     Args:
       folder: has the chat template, if conversations are among the data.
       context, date: of the preset; longer conversations are cut.
-
-    Raises:
-      ValueError: as of `read_texts`, `tokenize` and `split`; conversations without a chat template.
     """
     if not data:
         return split(tokenize(standard_library(), tokenizer).documents)

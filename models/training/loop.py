@@ -124,10 +124,7 @@ class Task:
         return self.objective(model, batch, key)
 
     def check_frozen(self) -> None:
-        """
-        Raises:
-          ValueError: as of `models.training.frozen.check`.
-        """
+        """As of `models.training.frozen.check`."""
         shapes = nnx.eval_shape(lambda: self.model(nnx.Rngs(0)))
         frozen.check(nnx.state(shapes, nnx.Param), self.preset.freeze)
 
@@ -155,11 +152,7 @@ def place(arrays: Any, mesh: Mesh | None = None) -> Any:
 
 
 def init_state(schedule: Schedule, params: nnx.State, histories: nnx.State) -> TrainState:
-    """The state before the first step.
-
-    Raises:
-      ValueError: as of `models.training.frozen.check`.
-    """
+    """The state before the first step."""
     frozen.check(params, schedule.freeze)
     trained, _ = frozen.split(params, schedule.freeze)
     average = None if schedule.ema is None else jax.tree.map(jnp.copy, trained)

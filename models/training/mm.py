@@ -59,11 +59,7 @@ def choose(options: MmOptions) -> MultimodalPreset:
 
 
 def choose_tokenizer(preset: MultimodalPreset) -> tuple[Tokenizer, Tokens]:
-    """The tokenizer, and the tokens beside those of text, which are numbered after them.
-
-    Raises:
-      ValueError: the tokenizer cannot be read, or has no token that ends a document.
-    """
+    """The tokenizer, and the tokens beside those of text, which are numbered after them."""
     tokenizer = Bytes() if preset.tokenizer is None else HuggingFace(Path(preset.tokenizer))
     if tokenizer.end is None:
         raise ValueError(f"{preset.tokenizer} has no token that ends a document, such as <|endoftext|>.")
@@ -87,11 +83,7 @@ class Material(NamedTuple):
 
 
 def prepare(preset: MultimodalPreset, data: PairData) -> tuple[MultimodalPreset, Material]:
-    """The data as tokens, and the preset with the model's vocab and patch_values.
-
-    Raises:
-      ValueError: as `choose_tokenizer`.
-    """
+    """The data as tokens, and the preset with the model's vocab and patch_values."""
     tokenizer, tokens = choose_tokenizer(preset)
     values = data.patch**2 * data.channels
     model = dataclasses.replace(preset.model, vocab=max(preset.model.vocab, tokenizer.vocab + 2), patch_values=values)
@@ -139,11 +131,7 @@ def heldout_documents(preset: MultimodalPreset, material: Material) -> list[Docu
 
 
 def check_fits(preset: MultimodalPreset, material: Material, mesh: Mesh | None) -> None:
-    """
-    Raises:
-      ValueError: a micro-batch cannot be split evenly over the devices, or cannot hold the largest document; an axis
-        `tensor` that does not divide the heads or the vocabulary.
-    """
+    """Whether a micro-batch can be split evenly over the devices, and holds the largest document."""
     preset.model.check_tensor(1 if mesh is None else mesh.shape[TENSOR])
     step = material.room
     sizes = {"rows": step.rows, "predictions": step.predictions, "documents": step.documents}

@@ -88,9 +88,6 @@ class ImagePreset(Schedule):
         """
         Args:
           names: settings that `accumulate` divides.
-
-        Raises:
-          ValueError: it does not, or the background is no colour.
         """
         check_colour(self.background)
         sizes = {name: getattr(self, name) for name in names}

@@ -58,9 +58,6 @@ def load(text: str | bytes, source: str) -> Any:
     Args:
       text: bytes are UTF-8, or UTF-16 with a byte order mark.
       source: its name in errors.
-
-    Raises:
-      ValueError: in one line, with the line's number: what no YAML is.
     """
     try:
         return yaml.load(text, _Loader)

@@ -168,9 +168,5 @@ def options_for(policy: Policy | None, mesh: Mesh | None = None) -> dict[str, An
 def remark(policy: Policy | None) -> str:
     """The line about the policy, with its line break; empty for a policy that moves nothing."""
     names = ", ".join(_offloaded(policy))
-    if not names:
-        return ""
-    what = f"offload: {names} to the host's memory"
-    return (
-        f"{what}\n" if jax.default_backend() == "gpu" else f"{what}, which is this machine's only one: nothing moves\n"
-    )
+    only = "" if jax.default_backend() == "gpu" else ", which is this machine's only one: nothing moves"
+    return f"offload: {names} to the host's memory{only}\n" if names else ""

@@ -59,9 +59,12 @@ def soft_attention(
       scale: logits are scale * q @ k.
     """
 
+    keys = "bksd" if heads_first else "bskd"
+
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None) -> jax.Array:
-        B, T, heads, _ = q.shape
-        logits = scale * _scores(q, k, heads_first)
+        (B, T, heads, D), kv_heads = q.shape, k.shape[keys.index("k")]
+        grouped = q.reshape(B, T, kv_heads, heads // kv_heads, D).transpose(0, 2, 3, 1, 4)
+        logits = scale * jnp.einsum(f"bkgtd,{keys}->bkgts", grouped, k, preferred_element_type=jnp.float32)
         logits = jnp.where(mask[:, None, None], logits, -0.7 * float(jnp.finfo(jnp.float32).max))
         most = jnp.max(logits, axis=-1, keepdims=True)
         if sinks is not None:
@@ -73,29 +76,10 @@ def soft_attention(
         if sinks is not None:
             total = total + jnp.exp(sinks - most)
         shares = jnp.where(mask[:, None, None], shares / total, 0)
-        return _mixed(shares.astype(v.dtype), v, heads_first).reshape(B, T, heads, -1)
+        mixed = jnp.einsum(f"bkgts,{keys}->bkgtd", shares.astype(v.dtype), v)
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(B, T, heads, -1)
 
     return named(attention, NAME)(q, k, v, mask, sinks)
-
-
-def _scores(q: jax.Array, k: jax.Array, heads_first: bool) -> jax.Array:
-    """Products of queries and keys, float32 [B, kv_heads, heads / kv_heads, T, S]."""
-    (B, T, heads, D), kv_heads = q.shape, k.shape[1 if heads_first else 2]
-    grouped = q.reshape(B, T, kv_heads, heads // kv_heads, D)
-    if not heads_first:
-        return jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    rows = grouped.transpose(0, 2, 3, 1, 4).reshape(B, kv_heads, -1, D)
-    products = jnp.einsum("bkrd,bksd->bkrs", rows, k, preferred_element_type=jnp.float32)
-    return products.reshape(B, kv_heads, -1, T, products.shape[-1])
-
-
-def _mixed(shares: jax.Array, v: jax.Array, heads_first: bool) -> jax.Array:
-    """Sums of values, [B, T, kv_heads, heads / kv_heads, value_dim]."""
-    if not heads_first:
-        return jnp.einsum("bkgts,bskd->btkgd", shares, v)
-    B, kv_heads, groups, T, S = shares.shape
-    mixed = jnp.einsum("bkrs,bksd->bkrd", shares.reshape(B, kv_heads, -1, S), v)
-    return mixed.reshape(B, kv_heads, groups, T, -1).transpose(0, 3, 1, 2, 4)
 
 
 class Attention(nnx.Module):

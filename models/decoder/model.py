@@ -10,8 +10,7 @@ import numpy as np
 from flax import nnx
 
 import jaxops
-from jaxops.offload import named
-from models.decoder.attention import NAME, KeysValues, Seen, Window, soft_attention
+from models.decoder.attention import KeysValues, Seen, Window, soft_attention
 from models.decoder.block import Block
 from models.decoder.cache import Places, write
 from models.decoder.config import DecoderConfig
@@ -54,18 +53,11 @@ def within_documents(starts: jax.Array, max_documents: int, backend: str) -> Att
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-        out = jaxops.packed_attention(
-            flat[0], flat[1], flat[2], offsets, causal=True, longest=starts.shape[1], backend=backend
-        )
+        how: dict[str, Any] = {"causal": True, "longest": starts.shape[1], "backend": backend}
+        out = jaxops.packed_attention(*flat, offsets, **how)
         return jnp.where(offsets[-1] == starts.size, out.reshape(q.shape), jnp.nan)
 
     return attend
-
-
-def cudnn_rows(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention within rows of one document each: cuDNN's dense layout."""
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-    return named(attend, NAME)(q, k, v)
 
 
 class Decoder(nnx.Module):
@@ -93,11 +85,9 @@ class Decoder(nnx.Module):
         )
         layers = c.stacks()
         self.blocks: Any = stacked(lambda rngs: Block(c, sharded=sharded, rngs=rngs), len(layers[0]), rngs)
-        self.dense_blocks = (
-            stacked(lambda rngs: Block(c, dense=True, rngs=rngs), len(layers[1]), rngs)
-            if len(layers) == 2
-            else nnx.data(None)
-        )
+        self.dense_blocks = nnx.data(None)
+        if len(layers) == 2:
+            self.dense_blocks = stacked(lambda rngs: Block(c, dense=True, rngs=rngs), len(layers[1]), rngs)
         self.norm = nnx.RMSNorm(c.width, epsilon=c.norm_epsilon, dtype=dtype, rngs=rngs)
         head = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, dot_general=dot_general, rngs=rngs)
         self.head = nnx.data(None) if c.tie_embeddings else head(c.width, c.vocab)
@@ -185,11 +175,7 @@ class Decoder(nnx.Module):
     def _plain(self, starts: jax.Array, shared: bool) -> Attend:
         """Attention without windows, sinks and latents. shared: whether several documents share a row."""
         c = self.config
-        if c.attention == "xla":
-            return within_documents(starts, starts.shape[1] if shared else 1, "xla")
-        if not shared and c.attention == "cudnn":
-            return cudnn_rows
-        documents = c.max_documents if shared else 1
+        documents = 1 if not shared else starts.shape[1] if c.attention == "xla" else c.max_documents
         if documents is None:
             raise ValueError(
                 f"attention is {c.attention!r} and documents share rows: DecoderConfig.max_documents must say how many "

@@ -347,7 +347,7 @@ Objective = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Any, Any
 
 
 def split_objective(
-    objective: Objective, mesh: Mesh, *, counted: Callable[[Any], jax.Array] | None = None, check_vma: bool = True
+    objective: Objective, mesh: Mesh, *, counted: Callable[[Any], jax.Array] | None = None
 ) -> Objective:
     """An objective over all devices, from one over a device's part of the batch; called and differentiated like it.
 
@@ -358,7 +358,6 @@ def split_objective(
         over the devices is kept.
       counted: how many rows or tokens of a part of a batch its loss and measured are means over, as weights; None if
         all devices have the same number.
-      check_vma: as of `jax.shard_map`. Only Pallas' interpreter, on a CPU, needs False.
     """
 
     def part(params: Any, histories: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
@@ -372,9 +371,7 @@ def split_objective(
     def whole(params: Any, histories: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
         splits = jax.tree.map_with_path(lambda path, x: split_of(path, x.shape, mesh), params)
         specs = (splits, P(), P(BATCH), P())
-        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)(
-            params, histories, batch, key
-        )
+        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P())(params, histories, batch, key)
 
     return whole
 

@@ -156,8 +156,9 @@ def rows_at(x: jax.Array, numbers: jax.Array) -> jax.Array:
 def _looked_up(look_up: Callable[[jax.Array], jax.Array], numbers: jax.Array, count: int) -> jax.Array:
     """Own ones of the rows of numbers [N], each looked up on the device that has it, of `count` a device."""
     check_rows(numbers.shape[0], devices())
-    at, own = _own_numbers(numbers, count)
-    return lax.psum_scatter(jnp.where(own[:, None], look_up(at), 0), TENSOR, tiled=True)
+    at = numbers - lax.axis_index(TENSOR) * count  # from this device's first
+    own = (at >= 0) & (at < count)
+    return lax.psum_scatter(jnp.where(own[:, None], look_up(jnp.clip(at, 0, count - 1)), 0), TENSOR, tiled=True)
 
 
 def attend(layer: nnx.Embed, x: jax.Array) -> jax.Array:
@@ -182,11 +183,3 @@ def cross_entropies(layer: nnx.Linear | nnx.Embed, x: jax.Array, targets: jax.Ar
     if isinstance(layer, nnx.Embed):
         return jaxops.linear_cross_entropy(x, layer.embedding[...], targets, transpose_w=True, **how)
     return jaxops.linear_cross_entropy(x, layer.kernel[...], targets, **how)
-
-
-def _own_numbers(numbers: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Numbers of words or rows, of which each device has `count`: counted from this device's first, any one for other
-    devices' numbers; and whether they are its own.
-    """
-    at = numbers - lax.axis_index(TENSOR) * count
-    return jnp.clip(at, 0, count - 1), (at >= 0) & (at < count)

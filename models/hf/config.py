@@ -13,6 +13,7 @@ from models.decoder import DecoderConfig
 from models.hf.families import MODELS, Keys, keys_of, layer_kinds, settings_of
 from models.hf.rope import Rope
 from models.hf.unread import MEANINGLESS, MEANINGLESS_OF_ROPE, READ_FOR_ALL, says_nothing
+from models.precision import Computation
 
 NAME = "config.json"
 MOST_TOKENS = 2**31  # tokens are int32
@@ -20,16 +21,8 @@ NULL_COUNTS = {key for key, of in Keys.model_fields.items() if type(None) in typ
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers reads any of them
 # Settings of a `DecoderConfig` that no checkpoint has.
 OF_A_RUN = (
-    "dtype",
-    "recipe",
-    "fp8_experts",
-    "attention",
-    "max_documents",
-    "backend",
-    "policy",
-    "unroll",
-    "sums",
-    "stored_fp8",
+    *(field.name for field in dataclasses.fields(Computation)),
+    *("fp8_experts", "attention", "max_documents", "stored_fp8"),
 )
 
 

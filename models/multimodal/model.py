@@ -17,7 +17,6 @@ from flax import nnx
 from pydantic import PositiveFloat, PositiveInt
 
 import jaxops
-from jaxops.offload import Policy
 from models.decoder import DecoderConfig
 from models.decoder.attention import Attention, Seen
 from models.decoder.rope import turns
@@ -27,12 +26,15 @@ from models.dit.model import TimeEmbedding, position_embedding, segments
 from models.layers import apply_layers, stacked
 from models.multimodal.experts import Counts, ModalityExperts, Routed
 from models.multimodal.interleaved import Batch
-from models.precision import Backend, Dtype, Recipe
+from models.precision import Computation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MultimodalConfig:
+class MultimodalConfig(Computation):
     """Sizes and choices of a `Multimodal`.
+
+    The residual stream is in dtype; modulations, logits, velocities and routers' products are float32. These and
+    embeddings are never in FP8.
 
     Attributes:
       vocab: text tokens, with those around images.
@@ -43,16 +45,6 @@ class MultimodalConfig:
       image_experts, image_hidden: for images.
       top_k: experts of a row.
       normalize: whether a row's expert weights are divided by their sum.
-      dtype: of the computation and the residual stream; parameters, modulations, logits, velocities and routers'
-        products are float32.
-      recipe: FP8 recipe of attention's and experts' products; None for dtype. Embeddings, modulations, routers,
-        logits and velocities are never in FP8.
-      backend: of jaxops' ops.
-      policy: what a block's backward reads from the device or the host, and what it recomputes (`jaxops.offload`).
-        Names: "carry" (the block's input), and those of jaxops' ops. None keeps everything.
-      unroll: whether layers are unrolled instead of scanned: faster steps, longer compilation; not with an offloading
-        policy.
-      sums: dtype in which gradients are summed over the devices of a mesh, at least dtype.
     """
 
     vocab: PositiveInt
@@ -72,12 +64,6 @@ class MultimodalConfig:
     rope_base: PositiveFloat = 10_000.0
     norm_epsilon: PositiveFloat = 1e-6
     tie_embeddings: bool = False
-    dtype: Dtype = "float32"
-    recipe: Recipe | None = None
-    backend: Backend = "auto"
-    policy: Policy | None = None
-    unroll: bool = False
-    sums: Dtype = "float32"
 
     def __post_init__(self):
         if self.top_k > min(self.text_experts, self.image_experts):
@@ -173,16 +159,14 @@ class Modulation(nnx.Module):
     """
 
     def __init__(self, config: MultimodalConfig, scales: int, *, gated: bool, rngs: nnx.Rngs):
-        c, parts = config, scales * (3 if gated else 2)
-        self.gated = gated
-        self.head = WholeLinear(
-            c.width, parts * c.width, dtype=jnp.dtype(c.dtype), kernel_init=nnx.initializers.zeros_init(), rngs=rngs
-        )
+        c, self.gated, self.parts = config, gated, scales * (3 if gated else 2)
+        how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "kernel_init": nnx.initializers.zeros_init()}
+        self.head = WholeLinear(c.width, self.parts * c.width, **how, rngs=rngs)
         self.scale = nnx.Param(jnp.ones((scales, c.width)))
 
     def __call__(self, cond: jax.Array, layout: Layout) -> list[jax.Array]:
         """[S, width] float32 each: scale, shift and, if gated, gate, for each norm of a block."""
-        image = jnp.split(self.head(jax.nn.silu(cond)).astype(jnp.float32), self._parts(), axis=1)
+        image = jnp.split(self.head(jax.nn.silu(cond)).astype(jnp.float32), self.parts, axis=1)
         text = []
         for scale in self.scale[...]:
             text += [scale - 1, 0.0, 1.0] if self.gated else [scale - 1, 0.0]
@@ -190,9 +174,6 @@ class Modulation(nnx.Module):
             jnp.where(layout.is_image[:, None], of_image, of_text)
             for of_image, of_text in zip(image, text, strict=True)
         ]
-
-    def _parts(self) -> int:
-        return self.scale.shape[0] * (3 if self.gated else 2)
 
 
 class Block(nnx.Module):

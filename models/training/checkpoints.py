@@ -269,16 +269,7 @@ def _checksum(array: jax.Array) -> jax.Array:
     x = words + place * jnp.uint32(0x9E3779B1)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return _sum(x ^ (x >> 16))
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    """Sum modulo 2**32, in any order. XLA on CPUs does not vectorize integer sums, so two halves are added first."""
-    if jax.default_backend() == "cpu":
-        x = x.reshape(-1)
-        half = x.size // 2
-        return jnp.sum(x[:half] + x[half : 2 * half], dtype=jnp.uint32) + jnp.sum(x[2 * half :], dtype=jnp.uint32)
-    return jnp.sum(x, dtype=jnp.uint32)
+    return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
 
 
 def _crc(metadata: dict[str, Any]) -> int:

@@ -16,7 +16,7 @@ import typer
 from flax.traverse_util import flatten_dict
 
 from models.layers import OFFLOADED
-from models.precision import BACKENDS, PRECISIONS, for_this_machine
+from models.precision import BACKENDS, PRECISIONS, Computation, for_this_machine
 from models.training import settings_text
 from models.training.schedule import AnySchedule, Schedule, with_steps
 from models.training.terminal import one_line, show_any_text
@@ -265,7 +265,9 @@ def _say(preset: Any, wrong: Any) -> str:
     if wrong["type"] == "unexpected_keyword_argument":
         for part in wrong["loc"][:-1]:
             preset = getattr(preset, part)
-        return f"{key} is no setting: write one of {', '.join(field.name for field in dataclasses.fields(preset))}"
+        known = [field.name for field in dataclasses.fields(preset)]
+        known.sort(key=lambda name: hasattr(Computation, name))
+        return f"{key} is no setting: write one of {', '.join(known)}"
     if wrong["type"] == "value_error":
         return str(wrong["ctx"]["error"])
     if wrong["type"] == "json_invalid":

@@ -5,6 +5,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -65,11 +66,9 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
 
 def sizes_of(preset: DiTPreset, *, token: int, classes: int, longest: int) -> DiTConfig:
     """The preset's model, for data of these sizes."""
-    named = {
-        name: getattr(preset, name)
-        for name in ("layers", "width", "heads", "dtype", "recipe", "attention", "backend", "policy", "unroll", "sums")
-    }
-    return DiTConfig(token=token, classes=classes, longest=longest, **named)
+    shared = {field.name for field in dataclasses.fields(DiTConfig)} & vars(preset).keys()
+    given: dict[str, Any] = {"token": token, "classes": classes, "longest": longest}
+    return DiTConfig(**{name: getattr(preset, name) for name in shared} | given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,15 +82,14 @@ class DitTask(Task):
     def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> DiT:
         return DiT(self.sizes, rngs=rngs)
 
-    def objective(self, model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        return self._objective(model, batch, key, label_dropout=0.1)
-
-    def heldout_objective(self, model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        return self._objective(model, batch, key, label_dropout=0.0)
-
-    def _objective(self, model: DiT, batch: Batch, key: jax.Array, label_dropout: float) -> tuple[jax.Array, Measured]:
+    def objective(
+        self, model: DiT, batch: Batch, key: jax.Array, label_dropout: float = 0.1
+    ) -> tuple[jax.Array, Measured]:
         loss = loss_fn(model, batch, key, label_dropout)
         return loss, Measured(loss)
+
+    def heldout_objective(self, model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+        return self.objective(model, batch, key, label_dropout=0.0)
 
 
 def make_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> Callable[[int], Batch]:
@@ -106,8 +104,7 @@ def heldout_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None) -> Batc
     parts = micro_batches(preset.accumulate, mesh)
     micro = (data.patch, preset.tokens // parts, preset.images // parts)
     batches = [batch for _, batch in every_image_once(data.heldout, *micro)]
-    if mesh is not None:
-        batches += -len(batches) % parts_of(mesh) * [pack(data.heldout, [], *micro)]
+    batches += -len(batches) % parts_of(mesh) * [pack(data.heldout, [], *micro)]
     return by_device(stack(batches), mesh)
 
 
@@ -170,39 +167,24 @@ def run(options: DitOptions) -> None:
         out = Path("runs", f"dit-{Path(preset.data).name}-{options.preset}")
         run = launch.begin(options, preset, mesh, out, files_read(preset.data))
     with launch.ended_in_one_line(run):
-        _train_and_report(options, preset, sizes, images, run, begin)
+        train_number, heldout_number = len(images.train.pixels), len(images.heldout.pixels)
+        run.say(f"{train_number:,} images to train on, {heldout_number:,} held out, {len(images.classes)} classes")
+        launch.print_model(options, preset, run, images.remark)
+        model, history = train(preset, sizes, images, run)
+        if not is_first():
+            return
+        plot_report(history, UNIT, run.out / "report.png")
+        drawn, names = sample(model, preset, images, preset.seed), images.classes[:DRAWN]
+        texts = [*names, *((len(drawn) - 1) * len(names) * [""])]
+        section = ("drawn for each class in several sizes", [image for row in drawn for image in row], texts)
+        draw_captioned([section], run.out / "samples.png", columns=len(names))
 
-
-def _train_and_report(
-    options: DitOptions, preset: DiTPreset, sizes: DiTConfig, images: DataSet, run: Run, begin: float
-) -> None:
-    console = run.console
-    console.print(
-        f"{len(images.train.pixels):,} images to train on, {len(images.heldout.pixels):,} held out, "
-        f"{len(images.classes)} classes"
-    )
-    if images.remark:
-        run.say(images.remark)
-    launch.print_model(options, preset, run)
-
-    model, history = train(preset, sizes, images, run)
-    if not is_first():
-        return
-    plot_report(history, UNIT, run.out / "report.png")
-    drawn, names = sample(model, preset, images, preset.seed), images.classes[:DRAWN]
-    texts = [*names, *((len(drawn) - 1) * len(names) * [""])]
-    section = ("drawn for each class in several sizes", [image for row in drawn for image in row], texts)
-    draw_captioned([section], run.out / "samples.png", columns=len(names))
-
-    few = min(10, preset.steps)
-    first, last = np.mean(history.loss[:few]), np.mean(history.loss[-few:])
-    fill = np.mean([row["fill"] for row in history.rows])
-    console.print(
-        f"loss of the first and last {few} steps {first:.3f} -> {last:.3f} ({last / first:.0%}), held-out "
-        f"{history.last_heldout:.3f}"
-    )
-    console.print(f"{fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
-    run.say(f"{run.out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
+        few, heldout = min(10, preset.steps), history.last_heldout
+        first, last = np.mean(history.loss[:few]), np.mean(history.loss[-few:])
+        change = f"{first:.3f} -> {last:.3f} ({last / first:.0%})"
+        run.say(f"loss of the first and last {few} steps {change}, held-out {heldout:.3f}")
+        run.say(f"{history.fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
+        run.say(f"{run.out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
 
 
 main = config.command(DitOptions, run)

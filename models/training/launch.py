@@ -6,18 +6,18 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import typer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from models import layers
 from models.distributed import device_memory
 from models.distributed.mesh import make_mesh
 from models.distributed.processes import exchanged, initialize, is_first, make_console
 from models.hf.config import read_json
-from models.layers import remark
+from models.precision import Computation
 from models.training import config, folders
 from models.training.config import Options
 from models.training.ending import in_one_line
@@ -53,18 +53,16 @@ def choose_mesh(options: Options, backend: str) -> Mesh | None:
     return None
 
 
-def print_model(options: Options, model: Any, run: Run) -> None:
-    """Prints the lines about the model's precision, the devices and the policy.
-
-    Args:
-      model: has its settings.
-    """
+def print_model(options: Options, model: Computation, run: Run, remark: str = "") -> None:
+    """Prints a remark about the data, if there is one, and lines about precision, devices and policy."""
+    if remark:
+        run.say(remark.strip())
     devices = jax.devices()[0].device_kind
     if run.mesh is not None:
         axes = ", ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
         devices = f"{run.mesh.size} x {devices} ({axes})"
     run.console.print(f"preset {options.preset}, {model.dtype}, recipe {model.recipe}, on {devices}")
-    run.console.print(remark(model.policy), end="")
+    run.console.print(layers.remark(model.policy), end="")
 
 
 @contextlib.contextmanager

@@ -104,20 +104,19 @@ class LmTask(Task):
     def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> Decoder:
         return Decoder(self.preset.model, sharded=sharded, rngs=rngs)
 
-    def objective(self, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        return self._objective(model, batch, self.preset.pack)
-
-    def heldout_objective(self, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        """Of packed rows, for every way of training: documents do not attend to each other."""
-        return self._objective(model, batch, True)
-
-    def _objective(self, model: Decoder, batch: Batch, packed: bool) -> tuple[jax.Array, Measured]:
-        loss, routed = loss_fn(model, batch, packed)
+    def objective(
+        self, model: Decoder, batch: Batch, key: jax.Array, packed: bool = False
+    ) -> tuple[jax.Array, Measured]:
+        loss, routed = loss_fn(model, batch, packed or self.preset.pack)
         if routed is None:
             return loss, Measured(loss)
         balance = jnp.mean(routed.aux_loss)
         load = routed.load / jnp.maximum(jnp.sum(routed.load, axis=1, keepdims=True), 1)
         return loss + self.preset.balance_weight * balance, Measured(loss, balance, load)
+
+    def heldout_objective(self, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+        """Of packed rows, for every way of training: documents do not attend to each other."""
+        return self.objective(model, batch, key, packed=True)
 
     def start(self, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState, Callable[[], TrainState]]:
         """A checkpoint's parameters are split over the mesh as they are read."""
@@ -229,42 +228,27 @@ def run(options: LmOptions) -> None:
         run = launch.begin(options, preset, mesh, default, files)
 
     with launch.ended_in_one_line(run):
-        _train_and_report(options, preset, tokenizer, corpus, run, begin)
-
-
-def _train_and_report(
-    options: LmOptions, preset: Preset, tokenizer: Tokenizer, corpus: Corpus, run: Run, begin: float
-) -> None:
-    byte, console = isinstance(tokenizer, Bytes), run.console
-    token, unit = ("byte", "nats a byte") if byte else ("token", "nats a token")
-    console.print(f"{len(corpus.train.tokens):,} {token}s to train on, {len(corpus.heldout.tokens):,} held out")
-    console.print(corpus.remark, end="")
-    baseline = None
-    if byte:
-        bigram = bigram_nats(corpus.train.tokens, heldout_batches(preset, corpus.heldout))
-        baseline = ("bigram table", bigram)
-        console.print(f"a bigram table needs {bigram:.3f} nats a held-out byte")
-    launch.print_model(options, preset.model, run)
-
-    prompt, length, how = sample_of(preset, corpus.heldout.tokens)
-    sampler = lambda model: lowered(model, prompt, length, **how)
-    model, history = train(preset, corpus, unit, run, sampler=sampler)
-    if not is_first():
-        return
-    architecture = save_checkpoint(run.out / "checkpoint-hf", preset, model, tokenizer)
-    plot_report(history, unit, run.out / "report.png", baseline)
-    write_sample(preset, model, corpus.heldout.tokens, tokenizer, console)
-    reached = f"held-out {history.last_heldout:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
-    console.print()
-    run.say(
-        f"{reached} after {time.perf_counter() - begin:.0f} s; {run.out}/ has report.png, metrics.jsonl, "
-        "config.yaml, and tensorboard"
-    )
-    console.print(
-        "no architecture of Hugging Face fits: no checkpoint"
-        if architecture is None
-        else f"and checkpoint-hf, a {architecture}"
-    )
+        token, baseline = ("byte" if isinstance(tokenizer, Bytes) else "token"), None
+        unit, seen, held = f"nats a {token}", corpus.train.tokens, corpus.heldout.tokens
+        run.say(f"{len(seen):,} {token}s to train on, {len(held):,} held out")
+        if token == "byte":
+            baseline = ("bigram table", bigram_nats(seen, heldout_batches(preset, corpus.heldout)))
+            run.say(f"a bigram table needs {baseline[1]:.3f} nats a held-out byte")
+        launch.print_model(options, preset.model, run, corpus.remark)
+        prompt, length, how = sample_of(preset, held)
+        sampler = lambda model: lowered(model, prompt, length, **how)
+        model, history = train(preset, corpus, unit, run, sampler=sampler)
+        if not is_first():
+            return
+        architecture = save_checkpoint(run.out / "checkpoint-hf", preset, model, tokenizer)
+        plot_report(history, unit, run.out / "report.png", baseline)
+        write_sample(preset, model, held, tokenizer, run.console)
+        reached = f"held-out {history.last_heldout:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
+        files = f"{run.out}/ has report.png, metrics.jsonl, config.yaml, and tensorboard"
+        run.say("")
+        run.say(f"{reached} after {time.perf_counter() - begin:.0f} s; {files}")
+        fits = f"and checkpoint-hf, a {architecture}"
+        run.say("no architecture of Hugging Face fits: no checkpoint" if architecture is None else fits)
 
 
 main = config.command(LmOptions, run)

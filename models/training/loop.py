@@ -165,9 +165,8 @@ def make_value(
     """(params, histories, micro-batch, key) -> (loss, (measured, histories)), over all devices of the mesh."""
 
     def value(params: nnx.State, histories: nnx.State, batch: Any, key: jax.Array):
-        model = nnx.merge(
-            graphdef, params, histories, copy=True
-        )  # the call changes the histories, which jax.grad has not made its own
+        # A copy: the call changes the histories, which jax.grad has not made its own.
+        model = nnx.merge(graphdef, params, histories, copy=True)
         if not training:
             model.eval()
         loss, measured = objective(model, batch, key)
@@ -225,15 +224,9 @@ def make_step(
             # A shorter average at first: it would still contain the initial random weights.
             keep = jnp.minimum(schedule.ema, (1 + state.step) / (10 + state.step))
             average = jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, state.average, trained)
-        metrics = Metrics(
-            loss=measured.loss,
-            balance=measured.balance,
-            load=measured.load,
-            tokens=tokens,
-            fill=tokens / batch.size,
-            learning_rate=jnp.asarray(learning_rate(state.step)),
-            gradient_norm=optax.tree.norm(grads),
-        )
+        rate, norm = jnp.asarray(learning_rate(state.step)), optax.tree.norm(grads)
+        fill = tokens / batch.size
+        metrics = Metrics(**measured._asdict(), tokens=tokens, fill=fill, learning_rate=rate, gradient_norm=norm)
         params = frozen.joined(state.params, trained)
         return constrained(TrainState(params, histories, average, opt_state, state.step + 1), mesh), metrics
 
@@ -412,17 +405,12 @@ def train(
                 progress.console.print(f"step {done}: held-out {loss:.3f} {unit}{speed}")
             unread.clear()
             last_read = time.perf_counter()
-    if isinstance(step, Profiled):
-        _write_profile(step, run)
+    if isinstance(step, Profiled) and not step.done:
+        run.say(f"no profile: it needs {step.calls_needed} steps.")
+    elif isinstance(step, Profiled) and is_first():
+        files = step.report.save(run.out / "profile")
+        run.console.print(step.report.summary)
+        run.say(f"the profile is in {', '.join(map(str, files))}")
     model = nnx.merge(graphdef, *collect((kept(state), state.histories), mesh))
     model.eval()
     return model, log.history
-
-
-def _write_profile(profiled: Profiled, run: Run) -> None:
-    if not profiled.done:
-        run.say(f"no profile: it needs {profiled.calls_needed} steps.")
-    elif is_first():
-        files = profiled.report.save(run.out / "profile")
-        run.console.print(profiled.report.summary)
-        run.say(f"the profile is in {', '.join(map(str, files))}")

@@ -43,6 +43,11 @@ class History:
         return [(row["step"], row["heldout"]) for row in self.rows if "heldout" in row]
 
     @property
+    def fill(self) -> float:
+        """The mean over all steps."""
+        return float(np.mean([row["fill"] for row in self.rows]))
+
+    @property
     def last_heldout(self) -> float:
         """NaN before the first evaluation."""
         return self.heldout[-1][1] if self.heldout else math.nan

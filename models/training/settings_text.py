@@ -34,9 +34,6 @@ class _Loader(yaml.SafeLoader):
         text = self.construct_scalar(node)
         return int(text, 0 if text[:2] in ("0o", "0x") else 10)
 
-    def number(self, node: yaml.ScalarNode) -> float:
-        return float(self.construct_scalar(node))
-
 
 class _Dumper(yaml.SafeDumper):
     """Puts a text in quotes that YAML 1.1 or 1.2 reads as something else."""
@@ -48,7 +45,6 @@ for _name, _form in NUMBERS.items():
     for _each in (_Loader, _Dumper):
         _each.add_implicit_resolver(TAG + _name, re.compile(rf"({_form})\Z"), list("-+.0123456789"))
 _Loader.add_constructor(f"{TAG}int", _Loader.integer)
-_Loader.add_constructor(f"{TAG}float", _Loader.number)
 _Loader.add_constructor(f"{TAG}map", _Loader.mapping)
 
 

@@ -103,10 +103,12 @@ def pack(images: Images, chosen: Sequence[int], patch: int, budget: int, count: 
             f"{len(chosen)} images of {ends[-1]} tokens do not fit into a batch of {count} images and {budget} tokens."
         )
     empty = count - len(chosen)
+    padding = np.zeros((budget - ends[-1], patch * patch * images.pixels[0].shape[2]), np.float32)
+    grids = [(image.shape[0] // patch, image.shape[1] // patch) for image in pixels] + [(1, 1)] * empty
     return Batch(
-        np.concatenate([*tokens, np.zeros((budget - ends[-1], patch * patch * images.pixels[0].shape[2]), np.float32)]),
+        np.concatenate([*tokens, padding]),
         np.pad(ends, (0, empty), mode="edge").astype(np.int32),
-        np.array([(image.shape[0] // patch, image.shape[1] // patch) for image in pixels] + [(1, 1)] * empty, np.int32),
+        np.array(grids, np.int32),
         np.pad(images.labels[list(chosen)], (0, empty)).astype(np.int32),
     )
 
@@ -116,11 +118,10 @@ def token_counts(images: Images, patch: int) -> list[int]:
 
 
 def next_batch(waiting: deque[int], sizes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[int]:
-    """Takes what a batch holds from `waiting`: the first, then each one near the front that fits.
+    """Takes what a batch holds from `waiting`, numbers of images or documents: the first, then each near it that fits.
 
     Args:
-      waiting: numbers of images or documents, of which each one alone fits.
-      sizes: of each of them, in one or several measures.
+      sizes: of each of them, in one or several measures. Each one alone fits.
       limits: what a batch's sizes may add up to, in these measures.
     """
     taken, passed, room = [], [], list(limits)
@@ -138,11 +139,7 @@ def next_batch(waiting: deque[int], sizes: Sequence[Sequence[int]], limits: Sequ
 def in_batches(
     order: Iterable[int], sizes: Sequence[Sequence[int]], limits: Sequence[int], what: str
 ) -> list[list[int]]:
-    """All numbers of `order` in batches, as of `next_batch`.
-
-    Args:
-      what: names one of them and its measures in the error.
-    """
+    """All numbers of `order` in batches, as of `next_batch`; what: one of them and its measures, for the error."""
     for size in sizes:
         if any(have > most for have, most in zip(size, limits, strict=True)):
             raise ValueError(f"{what} {tuple(size)} does not fit into a batch of {tuple(limits)}.")
@@ -171,7 +168,7 @@ def every_image_once(images: Images, patch: int, budget: int, count: int) -> Ite
 def image_batches(
     images: Images, patch: int, budget: int, count: int, accumulate: int, seed: int
 ) -> Callable[[int], Batch]:
-    """The batch of each step, [accumulate, ...] micro-batches that share budget and count: a function of seed and step.
+    """As of `in_epochs`, of micro-batches that share budget and count.
 
     Every epoch packs all images in its own order; the few after its last full batch wait for the next epoch.
     """
@@ -181,19 +178,30 @@ def image_batches(
     steps = max(1, max(sum(token_counts(images, patch)) // budget, number // count) // accumulate)
 
     @functools.lru_cache(maxsize=2)
-    def packed(epoch: int) -> list[list[int]]:
-        order = np.random.default_rng((seed, epoch)).permutation(number).tolist()
-        return _in_batches(images, order, patch, budget, count)[: steps * accumulate]
+    def epoch(which: int) -> tuple[list[list[int]], Callable[[list[int]], Batch]]:
+        order = np.random.default_rng((seed, which)).permutation(number).tolist()
+        chosen = _in_batches(images, order, patch, budget, count)[: steps * accumulate]
+        return chosen, lambda some: pack(images, some, patch, budget, count)
 
-    def batch(step: int) -> Batch:
-        epoch, place = divmod(step, steps)
-        chosen = packed(epoch)
-        return stack(
-            [
-                pack(images, chosen[(place * accumulate + micro) % len(chosen)], patch, budget, count)
-                for micro in range(accumulate)
-            ]
-        )
+    return in_epochs(epoch, steps, accumulate)
+
+
+def in_epochs(
+    epoch: Callable[[int], tuple[list[list[int]], Callable[[list[int]], AnyBatch]]], steps: int, accumulate: int
+) -> Callable[[int], AnyBatch]:
+    """The batch of each step, [accumulate, ...] micro-batches.
+
+    Args:
+      epoch: from an epoch's number its micro-batches, as numbers of images or documents, and the function that lays
+        these out. An epoch with too few of them begins again.
+      steps: of an epoch.
+    """
+
+    def batch(step: int) -> AnyBatch:
+        which, place = divmod(step, steps)
+        chosen, lay_out = epoch(which)
+        places = range(place * accumulate, (place + 1) * accumulate)
+        return stack([lay_out(chosen[i % len(chosen)]) for i in places])
 
     return batch
 
@@ -256,10 +264,7 @@ def files_read(name: str) -> dict[str, Path]:
 
 
 def read_folder(folder: Path, patch: int, longest: int, background: str) -> DataSet:
-    """The images below a folder, as of `read_images`. Each sub-folder with images is a class, or all are one class.
-
-    Each class's tenth image is held out.
-    """
+    """The images below a folder, each sub-folder being a class, or all being one. Each class's tenth is held out."""
     files, others = find_images(folder)
     classes: dict[str, list[Path]] = {}
     for file in files:

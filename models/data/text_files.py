@@ -77,12 +77,7 @@ def below(folder: Path) -> Iterator[Path]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """
-    Raises:
-      FileNotFoundError: there is no such file, or it is a link to none.
-      OSError: it cannot be read.
-      ValueError: it is no regular file: a pipe could be read once only.
-    """
+    """The content of a regular file: a pipe could be read once only."""
     with _reading(file):
         if file.is_symlink() and not file.exists():
             raise FileNotFoundError(
@@ -98,7 +93,7 @@ def read_utf8(file: Path, remedy: str = CONVERT, *, zeros: bool = False) -> byte
 
     Args:
       remedy: what to do with a file that is no text, for its error.
-      zeros: whether zero bytes may be in it.
+      zeros: whether zero bytes are allowed.
     """
     content = read_bytes(file)
     if file.suffix.lower() in NO_TEXT:
@@ -122,7 +117,7 @@ def read_utf8(file: Path, remedy: str = CONVERT, *, zeros: bool = False) -> byte
 
 
 def check_text(text: str, what: str) -> str:
-    """The text itself."""
+    """The text, unless it has a zero byte or a character that no encoder takes; what: its name in errors."""
     if "\0" in text:
         raise ValueError(f"{what} has a zero byte, which ends a document: remove it.")
     try:
@@ -147,13 +142,7 @@ def lines_of(file: Path) -> Iterator[tuple[str, str]]:
 
 
 class JsonLine(NamedTuple):
-    """A line of a .jsonl file.
-
-    Attributes:
-      given: its object.
-      source: its name in errors.
-      wrong: the error if what is wanted is not in it.
-    """
+    """A line of a .jsonl file: its object, its name in errors, and the error if what is wanted is not in it."""
 
     given: dict[str, Any]
     source: str
@@ -167,11 +156,7 @@ class JsonLine(NamedTuple):
 
 
 def json_lines(file: Path, wanted: str) -> Iterator[JsonLine]:
-    """The lines of a .jsonl file that are not blank.
-
-    Args:
-      wanted: what each must have, for errors.
-    """
+    """The lines of a .jsonl file that are not blank; wanted: what each must have, for errors."""
     for source, line in lines_of(file):
         wrong = f"{source}: {line[:80]!r} is no JSON object with {wanted}"
         try:

@@ -16,7 +16,6 @@ class Bytes:
     """Each byte of UTF-8 is a token; zero, which no text has, ends a text.
 
     Attributes:
-      vocab: tokens there are.
       end: the token that ends a document of training data, or None.
       special: tokens that are no text, such as the end of a turn.
     """
@@ -42,9 +41,7 @@ class Bytes:
 
 
 class HuggingFace:
-    """The tokenizer of a tokenizer.json; texts end with `end`, by default the first of `ENDS` in its vocabulary.
-
-    It has what `Bytes` has.
+    """The tokenizer of a tokenizer.json, as `Bytes`; texts end with `end`, or the first of `ENDS` in its vocabulary.
 
     As in transformers, the truncation and the padding that were saved do not count, and the tokens that the
     post-processor adds to a text, such as its first one, do. A BPE's dropout does not count: it would make other
@@ -92,7 +89,6 @@ class HuggingFace:
         return self.tokenizer.decode(list(tokens))
 
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The tokens of texts that must be UTF-8."""
         found = []
         for at in range(0, len(texts), TOGETHER):
             encoded = self.tokenizer.encode_batch_fast([_decode(text) for text in texts[at : at + TOGETHER]])

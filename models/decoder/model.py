@@ -52,9 +52,9 @@ def within_documents(starts: jax.Array, max_documents: int, backend: str) -> Att
     offsets = jnp.nonzero(starts.ravel(), size=size, fill_value=starts.size)[0].astype(jnp.int32)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+        flat_q, flat_k, flat_v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
         how: dict[str, Any] = {"causal": True, "longest": starts.shape[1], "backend": backend}
-        out = jaxops.packed_attention(*flat, offsets, **how)
+        out = jaxops.packed_attention(flat_q, flat_k, flat_v, offsets, **how)
         return jnp.where(offsets[-1] == starts.size, out.reshape(q.shape), jnp.nan)
 
     return attend

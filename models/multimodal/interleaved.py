@@ -39,11 +39,9 @@ class Room(NamedTuple):
     """Sizes of a batch, which are the same for all of them: one compiled step.
 
     Attributes:
-      rows: tokens and patches.
-      predictions: of text tokens.
+      rows, predictions: tokens and patches; text tokens to predict.
       documents: at most; three times as many runs of text or of an image's patches.
-      patch: side of a patch.
-      channels: of images.
+      patch, channels: side of a patch; of images.
     """
 
     rows: int
@@ -194,7 +192,7 @@ def every_document_once(documents: Sequence[Document], room: Room) -> list[tuple
 def document_batches(
     documents: Callable[[np.random.Generator], Sequence[Document]], room: Room, accumulate: int, seed: int
 ) -> Callable[[int], Batch]:
-    """The batch of each step, [accumulate, ...] micro-batches of `room`: a function of seed and step.
+    """As of `models.data.images.in_epochs`, of micro-batches of `room`.
 
     Every epoch has its own documents, in its own order; the few after its last full batch are left out.
 
@@ -203,18 +201,10 @@ def document_batches(
     """
 
     @functools.lru_cache(maxsize=2)
-    def packed(epoch: int) -> tuple[Sequence[Document], list[list[int]]]:
-        rng = np.random.default_rng((seed, epoch))
+    def epoch(which: int) -> tuple[list[list[int]], Callable[[list[int]], Batch]]:
+        rng = np.random.default_rng((seed, which))
         made = documents(rng)
-        return made, in_batches([[document] for document in made], rng.permutation(len(made)).tolist(), room)
+        chosen = in_batches([[document] for document in made], rng.permutation(len(made)).tolist(), room)
+        return chosen, lambda some: lay_out([made[i] for i in some], room)
 
-    # An epoch of fewer batches than the first one begins again.
-    steps = max(1, (len(packed(0)[1]) - 1) // accumulate)
-
-    def batch(step: int) -> Batch:
-        epoch, place = divmod(step, steps)
-        made, chosen = packed(epoch)
-        numbers = [(place * accumulate + micro) % len(chosen) for micro in range(accumulate)]
-        return images.stack([lay_out([made[i] for i in chosen[number]], room) for number in numbers])
-
-    return batch
+    return images.in_epochs(epoch, max(1, (len(epoch(0)[0]) - 1) // accumulate), accumulate)

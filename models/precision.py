@@ -47,12 +47,7 @@ class Computation:
 
 
 class Precision(NamedTuple):
-    """A choice of `--precision`.
-
-    Attributes:
-      dtype: of everything but parameters, routers, residual stream and losses.
-      recipe: of `jaxops.fp8_matmul`, for the linear layers, or None.
-    """
+    """A choice of `--precision`, as of `Computation`."""
 
     dtype: Dtype
     recipe: Recipe | None = None

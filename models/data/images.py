@@ -33,41 +33,25 @@ class Images(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-    """Images to train on and to evaluate on, from different originals.
-
-    Attributes:
-      classes: names.
-      patch: side of a patch; a token is patch * patch * channels values.
-      longest: tokens of the largest image.
-      sample_sizes: (height, width) of the images to draw at the end.
-      remark: a line about files that were not read, or "".
-    """
+    """Images to train on and to evaluate on, from different originals."""
 
     train: Images
     heldout: Images
     classes: tuple[str, ...]
-    patch: int
+    patch: int  # side of a patch; a token is patch * patch * channels values
     channels: int
-    longest: int
-    sample_sizes: tuple[tuple[int, int], ...]
-    remark: str = ""
+    longest: int  # tokens of the largest image
+    sample_sizes: tuple[tuple[int, int], ...]  # (height, width) of the images to draw at the end
+    remark: str = ""  # a line about files that were not read
 
 
 class Batch(NamedTuple):
-    """The tokens of some images, one image after another.
+    """The tokens of some images, one image after another. With fewer than B images the last ones are empty."""
 
-    Attributes:
-      tokens: [T, patch * patch * channels] float32 from -1 to 1; rows after the last image are zero.
-      sequence_offsets: [B + 1] int32: the start of each image, then the end of the last one. With fewer than B images
-        the last ones are empty.
-      grids: [B, 2] int32: rows and columns of patches; 1 by 1 for an empty image.
-      labels: [B] int32.
-    """
-
-    tokens: Any
-    sequence_offsets: Any
-    grids: Any
-    labels: Any
+    tokens: Any  # [T, patch * patch * channels] float32 from -1 to 1; rows after the last image are zero
+    sequence_offsets: Any  # [B + 1] int32: the start of each image, then the end of the last one
+    grids: Any  # [B, 2] int32: rows and columns of patches; 1 by 1 for an empty image
+    labels: Any  # [B] int32
 
     def counted(self) -> Any:
         """Rows of images, summed over stacked batches, int32."""

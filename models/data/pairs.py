@@ -23,19 +23,14 @@ class Pairs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PairData:
-    """Pairs to train on and to evaluate on, of different images.
-
-    Attributes:
-      labels: of digits, those of `train` and of `heldout`; None for other data.
-      remark: a line about files that were not read, or "".
-    """
+    """Pairs to train on and to evaluate on, of different images."""
 
     train: Pairs
     heldout: Pairs
-    patch: int
+    patch: int  # side of a patch
     channels: int
-    labels: tuple[np.ndarray, np.ndarray] | None = None
-    remark: str = ""
+    labels: tuple[np.ndarray, np.ndarray] | None = None  # of digits, those of `train` and of `heldout`
+    remark: str = ""  # a line about files that were not read
 
 
 def read_digits() -> PairData:

@@ -12,15 +12,10 @@ Caches = TypeVar("Caches")
 
 
 class Places(NamedTuple):
-    """Where the tokens [B, T] of a call stand.
+    """Where the tokens [B, T] of a call stand."""
 
-    Attributes:
-      positions: [B, T] int32, of each token in its row.
-      valid: [B, T] bool; the other tokens are padding, at each row's end.
-    """
-
-    positions: jax.Array
-    valid: jax.Array
+    positions: jax.Array  # [B, T] int32, of each token in its row
+    valid: jax.Array  # [B, T] bool; the other tokens are padding, at each row's end
 
     @classmethod
     def after(cls, at: jax.Array, count: jax.Array, length: int) -> "Places":

@@ -229,30 +229,22 @@ def rows_of_process(batch: int, mesh: Mesh) -> slice:
             f" of the mesh: take a multiple of {parts}.",
             param_hint="--mesh",
         )
-    owned = _batch_split(mesh).addressable_devices_indices_map((batch,)).values()
+    owned = NamedSharding(mesh, P(BATCH)).addressable_devices_indices_map((batch,)).values()
     bounds = [index[0].indices(batch) for index in owned if index]
     return slice(min(first for first, _, _ in bounds), max(end for _, end, _ in bounds))
 
 
-def _batch_split(mesh: Mesh, axis: int = 0) -> NamedSharding:
-    return NamedSharding(mesh, P(*[None] * axis, BATCH))
-
-
 def shard_batch(rows: Tree, mesh: Mesh, axis: int = 0) -> Tree:
     """The whole batch, split along `axis` over `BATCH`, from the numpy arrays of each process's `rows_of_process`."""
-    split = _batch_split(mesh, axis)
+    split = NamedSharding(mesh, P(*[None] * axis, BATCH))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """How the parameters of a model are split over a mesh: a part of the model's graphdef.
+    """How the parameters of a model are split over a mesh: a part of the model's graphdef."""
 
-    Attributes:
-      named: each parameter's name in the model, and its specification.
-    """
-
-    named: tuple[tuple[str, P], ...]
+    named: tuple[tuple[str, P], ...]  # each parameter's name in the model, and its specification
 
     @staticmethod
     def of(params: Any, mesh: Mesh) -> "Splits":
@@ -389,10 +381,8 @@ def micro_batches(accumulate: int, mesh: Mesh | None) -> int:
 
 
 def check_shares(sizes: dict[str, int], by_rows: tuple[str, ...], accumulate: int, mesh: Mesh | None) -> None:
-    """Whether all micro-batches of a step get the same share of its sizes.
-
-    Args:
-      by_rows: sizes that the devices of the axis `tensor` share, too.
+    """Whether all micro-batches of a step get the same share of its sizes; by_rows: of which the devices of the axis
+    `tensor` get the same share, too.
     """
     parts, tensor = micro_batches(accumulate, mesh), 1 if mesh is None else mesh.shape[TENSOR]
     uneven = [name for name in sizes if sizes[name] % (parts * tensor if name in by_rows else parts)]

@@ -14,11 +14,7 @@ def initialize(coordinator: str | None = None, processes: int | None = None, pro
     """Connects the processes of a run. Call it in each of them before anything asks JAX for its devices.
 
     None is taken from the environment of SLURM or Open MPI, or asked from Kubernetes (with `pip install jax[k8s]`) or
-    Cloud TPU.
-
-    Args:
-      coordinator: HOST:PORT of process 0; also $JAX_COORDINATOR_ADDRESS.
-      processes, process_id: their number, and this one's index.
+    Cloud TPU. The coordinator is HOST:PORT of process 0; also $JAX_COORDINATOR_ADDRESS.
     """
     try:
         jax.distributed.initialize(coordinator, processes, process_id)

@@ -33,11 +33,7 @@ def devices() -> int:
 
 
 def wide(x: jax.Array, *layers: Any) -> list[jax.Array]:
-    """Each layer's result for all rows, from own rows: its own columns. The rows are gathered once.
-
-    Args:
-      layers: `nnx.Linear`, or all `Fp8Linear`.
-    """
+    """The result for all rows, from own rows, of each `nnx.Linear` or each `Fp8Linear`: own columns. One gather."""
     if devices() == 1:
         return [layer(x) for layer in layers]
     x = x.reshape(-1, x.shape[-1])

@@ -58,13 +58,7 @@ class GenerateOptions:
 
 
 class Prompt(NamedTuple):
-    """A prompt.
-
-    Attributes:
-      given: its text or its messages, for what is written about it.
-      text: what the model reads.
-      tokens: of the text.
-    """
+    """A prompt as it was given, text or messages; the text that the model reads, and its tokens."""
 
     given: Any
     text: str
@@ -73,11 +67,7 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
-    """A checkpoint and how text is drawn from it.
-
-    Attributes:
-      template: writes text as a user's message, and messages; None for text as it is.
-    """
+    """A checkpoint and how text is drawn from it; without a template text is read as it is."""
 
     options: GenerateOptions
     tokenizer: Tokenizer

@@ -128,27 +128,18 @@ DEFAULT_ROPE = Rope()
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """An architecture.
+    """An architecture."""
 
-    Attributes:
-      model_type: its name in config.json.
-      defaults: what it reads beside `ReadByAll`, and other defaults than there.
-      fixed: settings of a `DecoderConfig` that no key says.
-      slides: whether a layer has the window, without layer_types.
-      experts: the key of their number.
-      rope: rotary positions where config.json says none.
-      expert_names: the folder of the experts, and the names of gate, up and down; gpt-oss has others.
-      shared: the folder of the shared expert.
-    """
-
-    model_type: str
-    defaults: dict[str, Any]
-    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    model_type: str  # its name in config.json
+    defaults: dict[str, Any]  # what it reads beside `ReadByAll`, and other defaults than there
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of a `DecoderConfig` that no key says
+    # Whether a layer has the window, without layer_types.
     slides: Callable[[Keys, int], bool] = lambda keys, layer: keys.sliding_window is not None
-    experts: str = "num_experts"
-    rope: Rope = DEFAULT_ROPE
+    experts: str = "num_experts"  # the key of their number
+    rope: Rope = DEFAULT_ROPE  # where config.json says none
+    # The folder of the experts, and the names of gate, up and down; gpt-oss has others.
     expert_names: tuple[str, ...] = ("mlp", "gate_proj", "up_proj", "down_proj")
-    shared: str = ""
+    shared: str = ""  # the folder of the shared expert
 
     @property
     def reads(self) -> set[str]:

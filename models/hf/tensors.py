@@ -38,25 +38,17 @@ FLOATS = ("F32", "F16", "BF16")
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file.
-
-    Attributes:
-      start, end: its bytes in the file.
-    """
+    """A tensor of a file."""
 
     file: pathlib.Path
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int
+    start: int  # its bytes in the file
     end: int
 
     def read(self, at: int | None = None) -> np.ndarray:
-        """The tensor, or only number `at` of its first axis.
-
-        Raises:
-          ValueError: the file ends before.
-        """
+        """The tensor, or only number `at` of its first axis."""
         shape, start, size = self.shape, self.start, self.end - self.start
         if at is not None:
             size //= shape[0]
@@ -69,12 +61,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor as it is stored.
-
-    Attributes:
-      kind: "float" for one tensor; "raw" for float8 that stays so; "fp8" and "mxfp4" for values and scales.
-      tensors: one or two.
-    """
+    """A tensor as it is stored: "float" in one tensor, or "raw" in float8 that stays so, or as values and scales."""
 
     name: str
     kind: Literal["float", "raw", "fp8", "mxfp4"]
@@ -86,11 +73,7 @@ class Stored:
         return (shape[0], math.prod(shape[2:]) * 2, shape[1]) if self.kind == "mxfp4" else shape
 
     def read(self, at: int | None = None) -> np.ndarray:
-        """The tensor, or only number `at` of its first axis: float32, but bfloat16, float16 and raw float8 as they are.
-
-        Raises:
-          ValueError: the file ends before.
-        """
+        """As of `Tensor.read`: float32, but bfloat16, float16 and raw float8 as they are."""
         arrays = [tensor.read(at) for tensor in self.tensors]
         if self.kind == "fp8":
             return hf_quantized.from_fp8(*arrays)

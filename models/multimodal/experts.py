@@ -17,30 +17,18 @@ init_experts = nnx.initializers.lecun_normal(batch_axis=(0,))
 
 
 class Routed(NamedTuple):
-    """What the routers decided, stacked over [layers].
+    """What the routers decided, stacked over [layers]."""
 
-    Attributes:
-      aux_loss: load-balancing loss: each modality's `jaxops.Routing.aux_loss`, weighted by its share of the rows.
-      load: assignments of each expert, those for text first.
-    """
-
-    aux_loss: jax.Array
-    load: jax.Array
+    aux_loss: jax.Array  # each modality's `jaxops.Routing.aux_loss`, weighted by its share of the rows
+    load: jax.Array  # assignments of each expert, those for text first
 
 
 class Counts(NamedTuple):
-    """What `Routed` is computed from, of a device's rows.
+    """What `Routed` is computed from, of a device's rows; sharded, the load is of all rows of the axes `EXPERTS`."""
 
-    Attributes:
-      scores: [experts] each expert's mean score times the rows of its modality, those for text first.
-      rows: [2] of text and of images.
-      load: [experts] assignments, device by device, on each one text's experts first; sharded, of all rows of the axes
-        `EXPERTS`.
-    """
-
-    scores: jax.Array
-    rows: jax.Array
-    load: jax.Array
+    scores: jax.Array  # [experts] each expert's mean score times the rows of its modality, those for text first
+    rows: jax.Array  # [2] of text and of images
+    load: jax.Array  # [experts] assignments, device by device, on each one text's experts first
 
     def routed(self, config: Any, *, sharded: bool) -> Routed:
         """Of one layer. By `jax.vmap` of all: the counts are summed over devices once, not in each layer of a scan."""

@@ -23,32 +23,23 @@ class Tokens(NamedTuple):
 
 
 class Document(NamedTuple):
-    """Text and images in turn.
+    """Text and images in turn: int32 [length], and uint8 [height, width, channels] with sides divisible by the patch.
 
-    Attributes:
-      parts: text is int32 [length], an image uint8 [height, width, channels] with sides divisible by the patch. The
-        model predicts each text token from what is before it, but the first.
-      stop: the token after the last part if that is text, else -1.
+    The model predicts each text token from what is before it, but the first.
     """
 
     parts: tuple[np.ndarray, ...]
-    stop: int = -1
+    stop: int = -1  # the token after the last part if that is text
 
 
 class Room(NamedTuple):
-    """Sizes of a batch, which are the same for all of them: one compiled step.
+    """Sizes of a batch, which are the same for all of them: one compiled step."""
 
-    Attributes:
-      rows, predictions: tokens and patches; text tokens to predict.
-      documents: at most; three times as many runs of text or of an image's patches.
-      patch, channels: side of a patch; of images.
-    """
-
-    rows: int
-    predictions: int
-    documents: int
-    patch: int
-    channels: int
+    rows: int  # tokens and patches
+    predictions: int  # of text tokens
+    documents: int  # at most; three times as many runs of text or of an image's patches
+    patch: int  # side of a patch
+    channels: int  # of images
 
     @property
     def limits(self) -> tuple[int, int, int, int]:
@@ -63,28 +54,19 @@ class Room(NamedTuple):
 class Batch(NamedTuple):
     """Rows of documents, one after another. A segment is a run of text or an image.
 
-    Attributes:
-      tokens: [T] int32; 0 in rows of images and after the last document.
-      patches: [T, patch * patch * channels] float32 from -1 to 1; 0 in other rows.
-      sequence_offsets: [D + 1] int32, where each document starts, then where the last one ends. With fewer than D the
-        last ones are empty.
-      segment_offsets: [S + 1] int32, likewise.
-      is_image: [S] bool.
-      is_read: [S] bool: the image has text after it in its document, so the model sees it as it is. Others are drawn.
-      grids: [S, 2] int32, rows and columns of patches; 1 by 1 for text.
-      predicting: [N] int32, the rows that predict a text token.
-      targets: [N] int32, those tokens; -1 for none, at the end.
+    An image that has text after it in its document is read: the model sees it as it is. Others are drawn. Of fewer than
+    D documents the last ones are empty.
     """
 
-    tokens: Any
-    patches: Any
-    sequence_offsets: Any
-    segment_offsets: Any
-    is_image: Any
-    is_read: Any
-    grids: Any
-    predicting: Any
-    targets: Any
+    tokens: Any  # [T] int32; 0 in rows of images and after the last document
+    patches: Any  # [T, patch * patch * channels] float32 from -1 to 1; 0 in other rows
+    sequence_offsets: Any  # [D + 1] int32, where each document starts, then where the last one ends
+    segment_offsets: Any  # [S + 1] int32, likewise
+    is_image: Any  # [S] bool
+    is_read: Any  # [S] bool
+    grids: Any  # [S, 2] int32, rows and columns of patches; 1 by 1 for text
+    predicting: Any  # [N] int32, the rows that predict a text token
+    targets: Any  # [N] int32, those tokens; -1 for none, at the end
 
     def counted(self) -> Any:
         """Predicted tokens and drawn patches, summed over stacked batches, int32."""

@@ -96,27 +96,19 @@ class MultimodalConfig(Computation):
 
 
 class Layout(NamedTuple):
-    """What all layers need of a batch's structure.
+    """What all layers need of a batch's structure, the first three as of `models.multimodal.interleaved.Batch`.
 
     T are all rows of the batch. Over a mesh axis `tensor` blocks get `own`.
-
-    Attributes:
-      sequence_offsets, segment_offsets, is_image: as of `models.multimodal.interleaved.Batch`.
-      segment: [T], each row's.
-      in_document: [T] bool; False after the last one.
-      of_image: [T] bool.
-      positions: [T] int32, places in the document: of an image's patches all one.
-      visible_until: [T] int32, the first row that a row sees no more.
     """
 
     sequence_offsets: jax.Array
     segment_offsets: jax.Array
     is_image: jax.Array
-    segment: jax.Array
-    in_document: jax.Array
-    of_image: jax.Array
-    positions: jax.Array
-    visible_until: jax.Array
+    segment: jax.Array  # [T], each row's
+    in_document: jax.Array  # [T] bool; False after the last one
+    of_image: jax.Array  # [T] bool
+    positions: jax.Array  # [T] int32, places in the document: of an image's patches all one
+    visible_until: jax.Array  # [T] int32, the first row that a row sees no more
 
     def own(self) -> "Layout":
         """Of own rows what AdaLN and the experts read, of all rows what attention reads.

@@ -42,8 +42,7 @@ class Checkpoints:
 
     Args:
       folder: of any name; created if missing.
-      keep: how many of the newest are kept.
-      keep_best: whether the one with the lowest held-out loss is kept too, of those saved with a loss.
+      keep, keep_best: how many of the newest are kept, and whether the one with the lowest held-out loss is, too.
 
     Raises:
       typer.BadParameter: the folder cannot be created or read.
@@ -119,9 +118,6 @@ class Checkpoints:
         """Starts writing the state after `done` steps, unless it is saved already; `state` may be donated afterwards.
 
         Waits for the devices, and for the previous write. A failed write raises in the next `save`, or at the end.
-
-        Args:
-          heldout: the held-out loss of this state, if it was evaluated.
         """
         if done == self._newest:
             return

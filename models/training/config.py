@@ -107,10 +107,7 @@ def command(options: type[AnyOptions], run: Callable[[AnyOptions], None]) -> Cal
 
 @contextlib.contextmanager
 def errors_of_options() -> Iterator[None]:
-    """Wrong settings or data end the command with the error's message.
-
-    Not for the training itself, whose errors need their traceback.
-    """
+    """Wrong settings or data end the command with a message; not for the training, whose errors need a traceback."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -191,10 +188,7 @@ def assignments(texts: Sequence[str]) -> Given:
 
 
 def given_by(options: Options, presets: Mapping[str, Schedule]) -> Given:
-    """The settings of the file, --set and the other options, each over those before.
-
-    An option of one command is the setting of its name; `no_x` makes x false.
-    """
+    """The settings of the file, --set and the other options, each over those before; `no_x` makes x false."""
     check_option("preset", options.preset, presets)
     model: Given = {}
     if options.backend is not None:

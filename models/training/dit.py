@@ -140,10 +140,7 @@ def lowered(model: DiT, preset: DiTPreset, data: DataSet) -> Iterator[jax.stages
 
 
 def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list[np.ndarray]]:
-    """New images, uint8 [height, width, channels].
-
-    A row for each of the data set's sample_sizes, a column for each class, or the first ones of many.
-    """
+    """New images, uint8 [height, width, channels]: a row for each of sample_sizes, a column for each class."""
     (graphdef, state), drawn = nnx.split(model), {}
     for number, (chosen, batch) in enumerate(wanted(preset, data)):
         tokens = np.asarray(_drawn(graphdef, state, batch, seed, number, preset.sample_steps, preset.guidance))

@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -97,12 +96,8 @@ def is_full(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def in_one_line(kept: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
-    """A signal, a full disk or a loss that is not finite ends the command with a line, which says what is kept, and an
-    exit code; other errors keep their traceback.
-
-    Args:
-      kept: returns the line about the finished checkpoints.
-      say: prints the line.
+    """A signal, a full disk or a loss that is not finite ends the command with a line, which says what is `kept`, and
+    an exit code; other errors keep their traceback.
     """
 
     def stop(number: int, _: Any) -> None:
@@ -140,30 +135,21 @@ def quiet_writers() -> Iterator[None]:
     The first two raise the same error in the main thread. After a damaged array Orbax abandons the other reads, which
     then find no event loop.
     """
-    loggers, hooks = (
-        [logging.getLogger(name) for name in ("absl", "asyncio")],
-        (threading.excepthook, sys.unraisablehook),
-    )
-    levels = [logger.level for logger in loggers]
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels, hooks = [logger.level for logger in loggers], (threading.excepthook, sys.unraisablehook)
 
-    def is_known(error: BaseException | None, where: TracebackType | None) -> bool:
-        files = {frame.filename for frame in traceback.extract_tb(where)}
-        theirs = any(
-            f"{os.sep}{name}{os.sep}" in file for file in files for name in ("orbax", "tensorstore", "tensorboardX")
-        )
-        return theirs or is_full(error) or str(error) == "Event loop is closed"
+    def unless_known(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
+        def run(args: Any) -> None:
+            files = [Path(frame.filename) for frame in traceback.extract_tb(args.exc_traceback)]
+            theirs = {part for file in files for part in file.parts} & {"orbax", "tensorstore", "tensorboardX"}
+            if not (theirs or is_full(args.exc_value) or str(args.exc_value) == "Event loop is closed"):
+                hook(args)
 
-    def of_thread(args: threading.ExceptHookArgs) -> None:
-        if not is_known(args.exc_value, args.exc_traceback):
-            hooks[0](args)
-
-    def unraisable(args: Any) -> None:
-        if not is_known(args.exc_value, args.exc_traceback):
-            hooks[1](args)
+        return run
 
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
-    threading.excepthook, sys.unraisablehook = of_thread, unraisable
+    threading.excepthook, sys.unraisablehook = map(unless_known, hooks)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)

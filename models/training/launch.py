@@ -76,7 +76,6 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, 
     """The run in its folder, with config.yaml written, and data.json if it writes checkpoints.
 
     Args:
-      chosen: all settings of the run.
       default: the folder without --out; further runs get -2, -3, ... at its end.
       data: all training files by name.
     """
@@ -134,15 +133,11 @@ def check_data(sums: dict[str, int], file: Path) -> None:
         return
     before = read_json(file)
     states = {(True, True): "has changed", (True, False): "is new", (False, True): "is missing"}
-    differing = [
-        f"{name} {states[name in sums, name in before]}"
-        for name in {**sums, **before}
-        if sums.get(name) != before.get(name)
-    ]
-    if differing:
-        more = f", and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
+    changed = [name for name in {**sums, **before} if sums.get(name) != before.get(name)]
+    if changed:
+        more = f", and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
+        named = ", ".join(f"{name} {states[name in sums, name in before]}" for name in changed[:NAMED])
         raise ValueError(
-            f"the data is not what the run began with: {', '.join(differing[:NAMED])}{more}. Put it back, take another "
-            "folder with --out, "
-            f"or remove {file} to go on with this data."
+            f"the data is not what the run began with: {named}{more}. Put it back, take another folder with --out, or "
+            f"remove {file} to go on with this data."
         )

@@ -51,12 +51,7 @@ def read_corpus(
     context: int = 0,
     date: str | None = None,
 ) -> Corpus:
-    """The data of `Preset.data`.
-
-    Args:
-      folder: has the chat template, if conversations are among the data.
-      context, date: of the preset; longer conversations are cut.
-    """
+    """The data of `Preset.data`; the folder has the chat template, if conversations are among them."""
     if not data:
         return split(tokenize(standard_library(), tokenizer).documents)
     texts, source = read_texts(data, raw=raw), f"the data of {', '.join(data)}"

@@ -49,49 +49,33 @@ AHEAD = 2  # batches that are made while a step runs
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes. It is donated: the step overwrites it.
-
-    Attributes:
-      histories: of delayed scaling, else empty.
-      average: of the trained parameters, or None.
-      step: steps done, int32.
-    """
+    """Everything that a step changes. It is donated: the step overwrites it."""
 
     params: nnx.State
-    histories: nnx.State
-    average: nnx.State | None
+    histories: nnx.State  # of delayed scaling, else empty
+    average: nnx.State | None  # of the trained parameters
     opt_state: optax.OptState
-    step: jax.Array
+    step: jax.Array  # steps done, int32
 
 
 class Measured(NamedTuple):
-    """An objective's measurements of a micro-batch: its loss and, with experts, balancing loss and load.
-
-    load: each expert's share [layers, experts].
-    """
+    """An objective's measurements of a micro-batch: its loss and, with experts, balancing loss and load."""
 
     loss: jax.Array
     balance: jax.Array | None = None
-    load: jax.Array | None = None
+    load: jax.Array | None = None  # each expert's share [layers, experts]
 
 
 class Metrics(NamedTuple):
-    """Device values of one step; reading them is the only wait for the device.
-
-    Attributes:
-      loss, balance, load: as of `Measured`, over the whole batch.
-      tokens: counted ones, int32.
-      fill: their share of the batch's rows.
-      gradient_norm: of the trained parameters, before clipping.
-    """
+    """Device values of one step, the first three as of `Measured`; reading them is the only wait for the device."""
 
     loss: jax.Array
     balance: jax.Array | None
     load: jax.Array | None
-    tokens: jax.Array
-    fill: jax.Array
+    tokens: jax.Array  # counted ones, int32
+    fill: jax.Array  # their share of the batch's rows
     learning_rate: jax.Array
-    gradient_norm: jax.Array
+    gradient_norm: jax.Array  # of the trained parameters, before clipping
 
 
 # (model, micro-batch, key) -> (loss to minimize, measured), means over the counted tokens: each batch has `counted()`
@@ -101,14 +85,10 @@ Objective = Callable[[Any, Any, jax.Array], tuple[jax.Array, Measured]]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model and its objective. Equal tasks have equal steps.
+    """A model and its objective. Equal tasks have equal steps."""
 
-    Attributes:
-      preset: all settings of the training.
-      own_batches: whether over a mesh each device has a packed batch of its own, as of `by_device`; else rows of one.
-    """
-
-    preset: Any
+    preset: Any  # all settings of the training
+    # Whether over a mesh each device has a packed batch of its own, as of `by_device`; else it has rows of one.
     own_batches: ClassVar[bool] = False
 
     def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> nnx.Module:
@@ -273,23 +253,14 @@ def prefetched(batches: Callable[[int], Any], first: int, end: int, mesh: Mesh |
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Where a training runs and writes.
+    """Where a training runs and writes."""
 
-    Attributes:
-      out: the folder of everything that it writes.
-      console: for its messages.
-      mesh: of devices; None for one.
-      save_every: steps between checkpoints in OUT/checkpoints; None for none. The run starts from the newest one.
-      profile: whether some of the first steps are profiled, into OUT/profile.
-      bad_steps: so many in a row whose numbers are not finite end the run, as of `models.training.finite.Watch`.
-    """
-
-    out: Path
+    out: Path  # the folder of everything that it writes
     console: Console
-    mesh: Mesh | None = None
-    save_every: int | None = None
-    profile: bool = False
-    bad_steps: int = 3
+    mesh: Mesh | None = None  # of devices; None for one
+    save_every: int | None = None  # steps between checkpoints; None for none. The run starts from the newest one
+    profile: bool = False  # whether some of the first steps are profiled, into OUT/profile
+    bad_steps: int = 3  # as of `models.training.finite.Watch`
 
     @property
     def checkpoints(self) -> Path:

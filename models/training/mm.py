@@ -68,19 +68,13 @@ def choose_tokenizer(preset: MultimodalPreset) -> tuple[Tokenizer, Tokens]:
 
 
 class Material(NamedTuple):
-    """Pairs with captions as tokens.
-
-    Attributes:
-      train, heldout: (image, its captions) of each.
-      tokenizer, tokens: of the captions, and beside them.
-      room: of a whole step's batch.
-    """
+    """Pairs with captions as tokens."""
 
     train: list[Pair]
     heldout: list[Pair]
     tokenizer: Tokenizer
-    tokens: Tokens
-    room: Room
+    tokens: Tokens  # beside those of captions
+    room: Room  # of a whole step's batch
 
 
 def prepare(preset: MultimodalPreset, data: PairData) -> tuple[MultimodalPreset, Material]:

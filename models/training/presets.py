@@ -68,8 +68,7 @@ class ImagePreset(Schedule):
 
     Attributes:
       data: a data set's name, or a folder of images: for text and images with a .txt each, or a .jsonl file.
-      patch: side of a patch of own images.
-      longest: patches of the largest of own images.
+      patch, longest: side of a patch of own images, and patches of the largest of them.
       background: colour under transparent pixels of own images: a name, "#rrggbb" or "rgb(r,g,b)".
       sample_steps: Heun steps from noise to image.
       guidance: of what is drawn; 1 for none.

@@ -61,9 +61,7 @@ class MetricsLog:
     compiled. null is a number that is not finite, which JSON does not have. Existing lines up to step `first`, the
     checkpoint that a run resumes from, are kept.
 
-    Args:
-      writes: True in one process of a run; the others only keep a history of the steps after `first`.
-      say: called if lines up to `first` are missing or unreadable.
+    One process of a run writes; the others only keep a history of the steps after `first`.
     """
 
     def __init__(self, out: Path, first: int, writes: bool = True, say: Callable[[str], None] = print):

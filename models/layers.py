@@ -26,17 +26,10 @@ def stacked(make: Callable[[nnx.Rngs], Layer], layers: int, rngs: nnx.Rngs) -> L
 
 
 def apply_layers(
-    stacks: Sequence[Layer],
-    call: Callable[[Layer, jax.Array, Any], tuple[jax.Array, Any]],
-    x: jax.Array,
-    *,
-    layers: Sequence[Sequence[int]],
-    each: Sequence[Any],
-    policy: Policy | None,
-    unroll: bool,
-    training: bool,
+    stacks: Sequence[Layer], call: Callable[[Layer, jax.Array, Any], tuple[jax.Array, Any]], x: jax.Array, *,
+    layers: Sequence[Sequence[int]], each: Sequence[Any], policy: Policy | None, unroll: bool, training: bool,
     whole: Sequence[Callable[..., nnx.State]] | None = None,
-) -> tuple[jax.Array, tuple[Any, ...]]:
+) -> tuple[jax.Array, tuple[Any, ...]]:  # fmt: skip
     """x through all layers, and the layers' other results, stacked for each stack.
 
     Args:
@@ -95,14 +88,9 @@ def _cut(tree: Any, sizes: list[int]) -> list[Any]:
 
 
 def _run(
-    graphdef: nnx.GraphDef,
-    call: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
-    x: jax.Array,
-    stack: Any,
-    policy: Policy | None,
-    unroll: bool,
-    gathers: Callable[..., nnx.State] | None,
-) -> tuple[jax.Array, tuple[Any, nnx.State]]:
+    graphdef: nnx.GraphDef, call: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]], x: jax.Array, stack: Any,
+    policy: Policy | None, unroll: bool, gathers: Callable[..., nnx.State] | None,
+) -> tuple[jax.Array, tuple[Any, nnx.State]]:  # fmt: skip
     once = () if not unroll else SHARDS if policy is None else ONCE
     inner = tuple(axis for axis in SHARDS if axis not in once)
 

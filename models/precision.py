@@ -65,11 +65,6 @@ def for_this_machine() -> str:
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 
-def gpu_attends(dtype: Any) -> bool:
-    """Whether a GPU's kernels for attention are available for this dtype: cuDNN's or jaxops', not for float32."""
-    return jax.default_backend() == "gpu" and dtype != "float32"
-
-
 def linear_layer(recipe: str | None, backend: str) -> Callable[..., Any]:
     """`nnx.Linear`, or a constructor of its FP8 equivalent."""
     return nnx.Linear if recipe is None else functools.partial(Fp8Linear, recipe=recipe, backend=backend)

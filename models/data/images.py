@@ -212,9 +212,8 @@ def read_digits(seed: int) -> DataSet:
             height = _multiple(rng, 8, 16, 2)
             width = _multiple(rng, max(8, height // 3 * 2), min(16, height + 2), 2)
             above, left, more_height, more_width = rng.integers(0, 2, 4)
-            resized = Image.fromarray(original).resize(
-                (int(width + left + more_width), int(height + above + more_height)), Image.Resampling.BICUBIC
-            )
+            size = int(width + left + more_width), int(height + above + more_height)
+            resized = Image.fromarray(original).resize(size, Image.Resampling.BICUBIC)
             pixels.append(np.asarray(resized)[above : above + height, left : left + width, None])
         return Images(pixels, np.repeat(labels, variants).astype(np.int32))
 

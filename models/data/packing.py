@@ -117,13 +117,11 @@ def choose_buckets(lengths: np.ndarray, longest: int, most: int) -> tuple[int, .
     used = known[: int(np.flatnonzero(sizes).max(initial=0)) + 1]
 
     def padded(chosen: Sequence[int]) -> int:
-        return sum(
-            int(size) * chosen[bisect.bisect_left(chosen, bucket)] for bucket, size in zip(used, sizes, strict=False)
-        )
+        each = zip(used, sizes, strict=False)
+        return sum(int(size) * chosen[bisect.bisect_left(chosen, bucket)] for bucket, size in each)
 
-    return min(
-        ((*some, used[-1]) for count in range(most) for some in itertools.combinations(used[:-1], count)), key=padded
-    )
+    choices = (some for count in range(most) for some in itertools.combinations(used[:-1], count))
+    return min(((*some, used[-1]) for some in choices), key=padded)
 
 
 def one_a_row(documents: Documents, longest: int, buckets: int) -> tuple[Rows, ...]:
@@ -183,10 +181,8 @@ def row_batches(
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
         rng = np.random.default_rng((seed, epoch))
-        shuffled = [
-            np.resize(rng.permutation(some.row_count), (count, size))
-            for some, count, size in zip(rows, steps, each, strict=True)
-        ]
+        sizes = zip(rows, steps, each, strict=True)
+        shuffled = [np.resize(rng.permutation(some.row_count), (count, size)) for some, count, size in sizes]
         return rng.permutation(ends[-1]), shuffled
 
     def batch(step: int) -> Batch:

@@ -91,10 +91,8 @@ def tokenize(
 ) -> Tokenized:
     """Each nonempty text as a document, followed by the tokenizer's `end` if it has one.
 
-    With a template, conversations are as it writes them, and only the assistant's words are scored.
-
-    Args:
-      context: predictions of a document: a conversation with more is cut, and left out if none is scored before.
+    With a template, conversations are as it writes them, and only the assistant's words are scored. A conversation of
+    more than `context` predictions is cut, and left out if none is scored before.
     """
     plain = iter(_ended(tokenizer.encode_all([text for text in texts if isinstance(text, bytes) and text]), tokenizer))
     if template is None:

@@ -89,12 +89,7 @@ def read_bytes(file: Path) -> bytes:
 
 
 def read_utf8(file: Path, remedy: str = CONVERT, *, zeros: bool = False) -> bytes:
-    """The content of a text file, without a byte order mark.
-
-    Args:
-      remedy: what to do with a file that is no text, for its error.
-      zeros: whether zero bytes are allowed.
-    """
+    """The content of a text file, without a byte order mark; remedy: what to do otherwise, for the error."""
     content = read_bytes(file)
     if file.suffix.lower() in NO_TEXT:
         raise ValueError(

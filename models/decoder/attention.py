@@ -39,15 +39,9 @@ class Seen(NamedTuple):
 
 
 def soft_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array,
-    sinks: jax.Array | None,
-    *,
-    scale: float,
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None, *, scale: float,
     heads_first: bool = False,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Softmax attention with what `jax.nn.dot_product_attention` lacks. Residuals are named "attention".
 
     Args:

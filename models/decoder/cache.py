@@ -25,11 +25,9 @@ class Places(NamedTuple):
 
 
 def write(cache: KeysValues, new: KeysValues, places: Places) -> KeysValues:
-    """The cache with the tokens' own arrays at their positions. Padding is not written.
+    """The cache with the tokens' own arrays, [B, T, heads, ...], at their positions. Padding is not written.
 
-    Args:
-      cache: keys and values, [B, heads, length, ...], or of latent attention one array, [B, length, ...].
-      new: [B, T, heads, ...], or [B, T, ...].
+    The cache has keys and values, [B, heads, length, ...], or of latent attention one array: both without the heads.
     """
     return tuple(_write(old, part, places) for old, part in zip(cache, new, strict=True))
 

@@ -260,14 +260,9 @@ def over(model: Any, mesh: Mesh) -> nnx.GraphDef:
 
 
 def gather(
-    params: Tree,
-    splits: Splits,
-    within: str = "",
-    *,
-    dtype: Any = jnp.float32,
-    sums: Any = jnp.float32,
+    params: Tree, splits: Splits, within: str = "", *, dtype: Any = jnp.float32, sums: Any = jnp.float32,
     axes: tuple[str, ...] = SHARDS,
-) -> Tree:
+) -> Tree:  # fmt: skip
     """Inside `split_objective`: from a device's parts of the parameters to those it computes with.
 
     Shards are all-gathered; parts along `tensor`, and of experts along `expert`, stay split. The transpose sums the

@@ -21,7 +21,7 @@ from models.generate.slots import Batching, Completion, check_prompts, completio
 from models.generate.streaming import TextStream
 from models.hf.config import read_config
 from models.precision import DTYPES
-from models.training.config import command, errors_of_options
+from models.training.config import check_option, command, errors_of_options, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,28 +33,20 @@ class GenerateOptions:
     prompt: Annotated[
         list[str] | None, typer.Argument(help="One or more. With --chat and without any: a conversation.")
     ] = None
-    prompts: Annotated[
-        pathlib.Path | None,
-        typer.Option(help='More prompts: a line each, or .jsonl lines with "prompt" or "messages". Writes JSON lines.'),
-    ] = None
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are a user's messages, for the checkpoint's chat template.")
-    ] = False
-    length: Annotated[int, typer.Option(min=1, help="Tokens to add to each prompt, at the most.")] = 64
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.0
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many likeliest tokens. 0: from all.")] = 0
-    top_p: Annotated[
-        float, typer.Option(help="Draw from the likeliest tokens that have this probability together. 1: from all.")
-    ] = 1.0
-    stop: Annotated[list[str] | None, typer.Option(help="Text before which an output ends; repeatable.")] = None
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0
-    dtype: Annotated[str, typer.Option(help=f"Of the computation: {', '.join(DTYPES)}.")] = "float32"
-    limit: Annotated[int, typer.Option(min=1, help="The most tokens of a prompt and what is added to it.")] = 8192
-    slots: Annotated[int, typer.Option(min=1, help="Prompts that are continued together.")] = Batching.slots
-    ignore_config: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY", help="Unknown key of config.json to go on without; repeatable."),
-    ] = None
+    prompts: pathlib.Path | None = option(
+        None, 'More prompts: a line each, or .jsonl lines with "prompt" or "messages". Writes JSON lines.'
+    )
+    chat: bool = option(False, "Prompts are a user's messages, for the checkpoint's chat template.")
+    length: int = option(64, "Tokens to add to each prompt, at the most.", min=1)
+    temperature: float = option(0.0, "0: the likeliest token each time.", min=0.0)
+    top_k: int = option(0, "Draw from so many likeliest tokens. 0: from all.", min=0)
+    top_p: float = option(1.0, "Draw from the likeliest tokens that have this probability together. 1: from all.")
+    stop: list[str] | None = option(None, "Text before which an output ends; repeatable.")
+    seed: int = option(0, "Of what is drawn.")
+    dtype: str = option("float32", f"Of the computation: {', '.join(DTYPES)}.")
+    limit: int = option(8192, "The most tokens of a prompt and what is added to it.", min=1)
+    slots: int = option(Batching.slots, "Prompts that are continued together.", min=1)
+    ignore_config: list[str] | None = option(None, "Unknown key of config.json to go on without.", metavar="KEY")
 
 
 class Prompt(NamedTuple):
@@ -185,8 +177,7 @@ def _next_line() -> str | None:
 
 def run(options: GenerateOptions) -> None:
     """Continues each prompt."""
-    if options.dtype not in DTYPES:
-        raise typer.BadParameter(f"{options.dtype!r} is not one of {', '.join(DTYPES)}.", param_hint="--dtype")
+    check_option("dtype", options.dtype, DTYPES)
     with errors_of_options():
         ignored = options.ignore_config or ()
         _, config = read_config(options.folder, ignore_config=ignored)

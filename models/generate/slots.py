@@ -236,16 +236,10 @@ class _Row:
 
 
 def completions(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    length: int,
-    *,
-    sampling: Sampling = GREEDY,
-    key: jax.Array | None = None,
-    ends: Sequence[int] = (),
-    batching: Batching = DEFAULT,
+    model: Decoder, prompts: Sequence[Sequence[int]], length: int, *, sampling: Sampling = GREEDY,
+    key: jax.Array | None = None, ends: Sequence[int] = (), batching: Batching = DEFAULT,
     watch: Watch = lambda number, token: False,
-) -> Iterator[tuple[int, Completion]]:
+) -> Iterator[tuple[int, Completion]]:  # fmt: skip
     """(number, completion) of each prompt, as they end, with up to `length` tokens drawn after each.
 
     Each prompt's result depends on the model, the prompt, its number, key and sampling only. Float sums may be rounded

@@ -69,13 +69,9 @@ def uses_of(entries: Iterable[Entry], shapes: dict[Path, Any]) -> dict[str, list
 
 
 def load(
-    folder: str | pathlib.Path,
-    *,
-    mesh: Mesh | None = None,
-    param_dtype: str = "float32",
-    ignore_config: Collection[str] = (),
-    **options: Any,
-) -> tuple[str, Decoder]:
+    folder: str | pathlib.Path, *, mesh: Mesh | None = None, param_dtype: str = "float32",
+    ignore_config: Collection[str] = (), **options: Any,
+) -> tuple[str, Decoder]:  # fmt: skip
     """(architecture, model) of a checkpoint, read tensor by tensor into parameters on their devices.
 
     The host holds two tensors at a time, of experts in one tensor two experts, and parameters of less than 16 MB a
@@ -171,16 +167,10 @@ def _equal(head: Stored, embedding: jax.Array) -> bool:
 
 
 def save(
-    folder: str | pathlib.Path,
-    architecture: str,
-    model: Decoder,
-    *,
-    like: str | pathlib.Path | None = None,
-    dtype: str = "float32",
-    max_bytes: int = 5 * 10**9,
-    end: int | None = None,
+    folder: str | pathlib.Path, architecture: str, model: Decoder, *, like: str | pathlib.Path | None = None,
+    dtype: str = "float32", max_bytes: int = 5 * 10**9, end: int | None = None,
     beside: dict[str, str | bytes] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Writes a checkpoint that transformers loads, as one file or several with an index, and SHA256SUMS.
 
     The files get their names when all are complete. The host holds one tensor at a time.
@@ -251,9 +241,8 @@ def _save_new(folder: pathlib.Path, uses: dict[str, list[Use]], params: Params, 
         write_file(folder / file, header, makes)
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        (folder / INDEX).write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n", "utf-8"
-        )
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
 def _copy_beside(new: pathlib.Path, like: pathlib.Path, architecture: str, config: DecoderConfig) -> None:
@@ -268,13 +257,9 @@ def _copy_beside(new: pathlib.Path, like: pathlib.Path, architecture: str, confi
 
 
 def _save_like(
-    new: pathlib.Path,
-    like: pathlib.Path,
-    uses: dict[str, list[Use]],
-    params: Params,
-    architecture: str,
+    new: pathlib.Path, like: pathlib.Path, uses: dict[str, list[Use]], params: Params, architecture: str,
     config: DecoderConfig,
-) -> None:
+) -> None:  # fmt: skip
     wrong: list[str] = []
     files = list(read_headers(like))
     loaded = [tensor for _, _, some in files for tensor in some if _is_loaded(tensor.name, architecture, config)]

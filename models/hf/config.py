@@ -94,11 +94,7 @@ def _check_unread(architecture: str, given: dict[str, Any], unread: list[str], i
 
 
 def _settings(architecture: str, given: dict[str, Any], ignored: Collection[str] | None = ()) -> dict[str, Any]:
-    """What `given`, the keys of a config.json, say of a `DecoderConfig`.
-
-    Args:
-      ignored: as `ignore_config` of `read_config`.
-    """
+    """What the given keys of a config.json say of a `DecoderConfig`; ignored: `ignore_config` of `read_config`."""
     family = MODELS[architecture]
     given = _flat(given)
     read = {key: value for key, value in given.items() if value is not None or key in NULL_COUNTS & family.reads}
@@ -138,9 +134,8 @@ def read_config(
         architecture = _architecture(given)
         return architecture, DecoderConfig(**_settings(architecture, given, ignore_config), **options)
     except pydantic.ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r}: {wrong['msg']}" for wrong in error.errors()
-        )
+        wrong = [(".".join(map(str, one["loc"])), one["input"], one["msg"]) for one in error.errors()]
+        problems = "; ".join(f"{key} is {value!r}: {says}" for key, value, says in wrong)
         raise ValueError(f"{file}: {problems}.") from error
     except ValueError as error:
         raise ValueError(f"{file}: {str(error).rstrip('.')}.") from error
@@ -158,10 +153,7 @@ def _differing(architecture: str, config: DecoderConfig, keys: dict[str, Any]) -
 
 
 def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig, end: int | None) -> None:
-    """
-    Args:
-      end: the token that ends a text, or None.
-    """
+    """Writes config.json of a model that it can describe; end: the token that ends a text."""
     family = MODELS[architecture]
     keys = keys_of(family, config)
     if differing := _differing(architecture, config, keys):

@@ -127,11 +127,7 @@ def read_headers(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, bytes, li
 
 
 def stored_in(tensors: list[Tensor], raw: bool, wrong: list[str]) -> dict[str, Stored]:
-    """Tensors by the names of what they hold; `wrong` collects those that cannot be read.
-
-    Args:
-      raw: whether float8 weights and their scales stay as they are.
-    """
+    """Tensors by the names of what they hold; `wrong` collects those that cannot be read; `raw` keeps float8."""
     by_name: dict[str, Tensor] = {}
     for tensor in tensors:
         if tensor.name in by_name:

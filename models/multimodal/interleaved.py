@@ -177,9 +177,6 @@ def document_batches(
     """As of `models.data.images.in_epochs`, of micro-batches of `room`.
 
     Every epoch has its own documents, in its own order; the few after its last full batch are left out.
-
-    Args:
-      documents: all documents of an epoch.
     """
 
     @functools.lru_cache(maxsize=2)

@@ -15,14 +15,11 @@ from models.training.presets import MultimodalPreset
 from models.training.report import draw_captioned
 
 SHOWN, MEASURED = 30, 200
+# material is a `models.training.mm.Material` everywhere.
 
 
 def show(preset: MultimodalPreset, model: Multimodal, data: PairData, material: Any, run: Run) -> None:
-    """Writes OUT/samples.png. Of digits, prints how many of 200 drawings and captions are right.
-
-    Args:
-      material: a `models.training.mm.Material`.
-    """
+    """Writes OUT/samples.png. Of digits, prints how many of 200 drawings and captions are right."""
     draw_key, caption_key = jax.random.split(jax.random.key(preset.seed))
     tokenizer, count = material.tokenizer, SHOWN if data.labels is None else MEASURED
     images = data.heldout.pixels[:count]

@@ -216,10 +216,8 @@ class Checkpoints:
             return f"its arrays and checksums are not of the same names: {_some(sorted(sums.keys() ^ stored.keys()))}"
         ours = {name: _describe(array) for name, array in wanted.items()}
         if differing := [name for name in {**ours, **stored} if ours.get(name) != stored.get(name)]:
-            problems = [
-                f"{name} is {stored.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
-                for name in differing
-            ]
+            there, here = ({name: types.get(name, "missing") for name in differing} for types in (stored, ours))
+            problems = [f"{name} is {there[name]} there and {here[name]} here" for name in differing]
             raise typer.BadParameter(
                 f"step {step} in {self.folder} is of another model or optimizer: {_some(problems, '; ')}. "
                 "Resume with the configuration that it was trained with, or take another folder.",
@@ -276,9 +274,8 @@ def _first_line(error: BaseException) -> str:
     """Of the innermost cause: the outer exceptions repeat it."""
     while cause := error.__cause__ or error.__context__:
         error = cause
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200].rstrip(
-        "."
-    )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0][:200].rstrip(".")
 
 
 def _some(names: list[str], between: str = ", ") -> str:

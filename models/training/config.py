@@ -41,39 +41,21 @@ class Options:
     """Options of every training command: what is trained, which goes to OUT/config.yaml, and where."""
 
     preset: str = option("demo", "What the other settings start from.")
-    config: Path | None = option(
-        None, "YAML file of settings, over the preset's. Each run writes its own to OUT/config.yaml."
-    )
-    set: list[str] | None = option(
-        None, "A setting of such a file, over the file's: learning_rate=1e-3.", metavar="KEY=VALUE"
-    )
+    config: Path | None = option(None, "YAML file of settings, over the preset's. A run writes OUT/config.yaml.")
+    set: list[str] | None = option(None, "A setting, over the file's: learning_rate=1e-3.", metavar="KEY=VALUE")
     steps: int | None = option(None, "Training steps, instead of the preset's.", min=1)
-    out: Path | None = option(
-        None, "Folder of all that the run writes; holds no other run. Default: a new one in runs/."
-    )
+    out: Path | None = option(None, "Folder of all that the run writes. Default: a new one in runs/.")
     seed: int | None = option(None, "Of the parameters, the batches and the samples. Default: 0.")
     backend: str | None = option(None, "Of jaxops' ops: auto, pallas or xla. Default: auto.")
     precision: str | None = option(None, f"{', '.join(PRECISIONS)}. Default: bfloat16 on a GPU, else float32.")
-    offload: bool = option(
-        False, "Offload layers' inputs and attention to the host, on a GPU; recompute the rest. Or set policy."
-    )
-    freeze: list[str] | None = option(
-        None, "Do not train parameters with this regular expression in their name; repeatable."
-    )
-    save_every: int | None = option(
-        None, "Steps between checkpoints, in OUT/checkpoints. Default: none is written.", min=1
-    )
-    resume: bool = option(
-        False, "Go on from the newest checkpoint, if there is one, of OUT or the newest run. Needs --save-every."
-    )
+    offload: bool = option(False, "Offload layers' inputs and attention to the host; recompute the rest.")
+    freeze: list[str] | None = option(None, "Do not train parameters with this regular expression in their name.")
+    save_every: int | None = option(None, "Steps between checkpoints, in OUT/checkpoints. Default: none.", min=1)
+    resume: bool = option(False, "Go on from the newest checkpoint, if any, of OUT or the newest run.")
     bad_steps: int = option(3, "End after so many steps in a row whose loss or gradient norm is not finite.", min=1)
     profile: bool = option(False, "Profile some of the first steps: a table, a picture and a trace in OUT/profile.")
-    mesh: str | None = option(
-        None, "Train on all devices: data=2,fsdp=2,expert=2,tensor=2 or some of these. Default: on one."
-    )
-    coordinator: str | None = option(
-        None, "HOST:PORT of the first of several processes. With --processes and --process-id."
-    )
+    mesh: str | None = option(None, "Train on all devices: some of data=2,fsdp=2,expert=2,tensor=2. Default: on one.")
+    coordinator: str | None = option(None, "HOST:PORT of the first of several processes.")
     processes: int | None = option(None, "How many there are.", min=1)
     process_id: int | None = option(None, "This one's number, from 0.", min=0)
     distributed: bool = option(False, "Several processes, of which SLURM, Open MPI or Kubernetes says who they are.")
@@ -145,9 +127,8 @@ def read_own(file: Path) -> Given:
 def check_unchanged(config: Schedule, file: Path) -> None:
     """Compares the settings with those of the run that wrote `file`."""
     ours, theirs = (flatten_dict(dataclasses.asdict(of), sep=".") for of in (config, resolve(config, read_own(file))))
-    if differing := [
-        f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]
-    ]:
+    differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
+    if differing:
         raise ValueError(
             f"{file} is of another run: {'; '.join(differing)}. Resume with --config {file}, or take another folder "
             "with --out."

@@ -93,9 +93,8 @@ class DitTask(Task):
 
 
 def make_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> Callable[[int], Batch]:
-    batches = image_batches(
-        data.train, data.patch, preset.tokens, preset.images, micro_batches(preset.accumulate, mesh), preset.seed
-    )
+    parts = micro_batches(preset.accumulate, mesh)
+    batches = image_batches(data.train, data.patch, preset.tokens, preset.images, parts, preset.seed)
     return lambda step: by_device(batches(step), mesh)
 
 
@@ -164,24 +163,30 @@ def run(options: DitOptions) -> None:
         out = Path("runs", f"dit-{Path(preset.data).name}-{options.preset}")
         run = launch.begin(options, preset, mesh, out, files_read(preset.data))
     with launch.ended_in_one_line(run):
-        train_number, heldout_number = len(images.train.pixels), len(images.heldout.pixels)
-        run.say(f"{train_number:,} images to train on, {heldout_number:,} held out, {len(images.classes)} classes")
-        launch.print_model(options, preset, run, images.remark)
-        model, history = train(preset, sizes, images, run)
-        if not is_first():
-            return
-        plot_report(history, UNIT, run.out / "report.png")
-        drawn, names = sample(model, preset, images, preset.seed), images.classes[:DRAWN]
-        texts = [*names, *((len(drawn) - 1) * len(names) * [""])]
-        section = ("drawn for each class in several sizes", [image for row in drawn for image in row], texts)
-        draw_captioned([section], run.out / "samples.png", columns=len(names))
+        _train_and_report(options, preset, sizes, images, run, begin)
 
-        few, heldout = min(10, preset.steps), history.last_heldout
-        first, last = np.mean(history.loss[:few]), np.mean(history.loss[-few:])
-        change = f"{first:.3f} -> {last:.3f} ({last / first:.0%})"
-        run.say(f"loss of the first and last {few} steps {change}, held-out {heldout:.3f}")
-        run.say(f"{history.fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
-        run.say(f"{run.out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
+
+def _train_and_report(
+    options: DitOptions, preset: DiTPreset, sizes: DiTConfig, images: DataSet, run: Run, begin: float
+) -> None:
+    train_number, heldout_number = len(images.train.pixels), len(images.heldout.pixels)
+    run.say(f"{train_number:,} images to train on, {heldout_number:,} held out, {len(images.classes)} classes")
+    launch.print_model(options, preset, run, images.remark)
+    model, history = train(preset, sizes, images, run)
+    if not is_first():
+        return
+    plot_report(history, UNIT, run.out / "report.png")
+    drawn, names = sample(model, preset, images, preset.seed), images.classes[:DRAWN]
+    texts = [*names, *((len(drawn) - 1) * len(names) * [""])]
+    section = ("drawn for each class in several sizes", [image for row in drawn for image in row], texts)
+    draw_captioned([section], run.out / "samples.png", columns=len(names))
+
+    few, heldout = min(10, preset.steps), history.last_heldout
+    first, last = np.mean(history.loss[:few]), np.mean(history.loss[-few:])
+    change = f"{first:.3f} -> {last:.3f} ({last / first:.0%})"
+    run.say(f"loss of the first and last {few} steps {change}, held-out {heldout:.3f}")
+    run.say(f"{history.fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
+    run.say(f"{run.out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
 
 
 main = config.command(DitOptions, run)

@@ -10,7 +10,7 @@ class NotFinite(Exception):
 
 
 class Watch:
-    """Counts steps, in a row, whose loss or gradient norm is not finite, and evaluations: `most` of either end the run."""
+    """Counts steps in a row whose numbers are not finite, and such evaluations: `most` of either end the run."""
 
     def __init__(self, most: int):
         self._most = most

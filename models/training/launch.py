@@ -73,12 +73,7 @@ def ended_in_one_line(run: Run) -> Iterator[None]:
 
 
 def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, data: Mapping[str, Path]) -> Run:
-    """The run in its folder, with config.yaml written, and data.json if it writes checkpoints.
-
-    Args:
-      default: the folder without --out; further runs get -2, -3, ... at its end.
-      data: all training files by name.
-    """
+    """The run in its folder, by default one of `default`, with config.yaml, and data.json if it writes checkpoints."""
     if options.resume and options.save_every is None:
         raise typer.BadParameter(
             "a run that is resumed writes checkpoints, too: add --save-every N.", param_hint="--resume"

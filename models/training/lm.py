@@ -26,7 +26,6 @@ from models.generate.sampling import Sampling
 from models.generate.slots import generate, lowered
 from models.generate.streaming import TextStream
 from models.hf.config import OF_A_RUN, fitting, read_config
-from models.precision import gpu_attends
 from models.training import config, launch, loop
 from models.training.config import Options, option
 from models.training.lm_data import CHAT_FILES, checkpoint_folder, choose_tokenizer, read_corpus, tokenizer_files
@@ -45,19 +44,16 @@ class LmOptions(Options):
     )
     raw_bytes: bool = option(False, "Take files of data that are no text as they are, byte by byte.")
     tokenizer: str | None = option(None, "A tokenizer.json. Default: tokens are bytes.")
-    init_from: str | None = option(
-        None, "Folder of a Hugging Face checkpoint to start from, with its tokenizer.json if it has one."
-    )
-    ignore_config: list[str] | None = option(
-        None, "Unknown key of that checkpoint's config.json to go on without; repeatable.", metavar="KEY"
-    )
+    init_from: str | None = option(None, "Folder of a Hugging Face checkpoint to start from, with its tokenizer.json.")
+    ignore_config: list[str] | None = option(None, "Unknown key of its config.json to go on without.", metavar="KEY")
     no_pack: bool = option(False, "One document a row, in rows of few lengths, instead of rows full of documents.")
 
 
 def with_attention(preset: Preset) -> Preset:
     """The preset with this machine's attention."""
     model = preset.model
-    kernels = gpu_attends(model.dtype) and model.plain_attention and model.window is None
+    gpu = jax.default_backend() == "gpu" and model.dtype != "float32"  # whose kernels are for half precision
+    kernels = gpu and model.plain_attention and model.window is None
     return config.with_model(preset, attention="auto" if kernels else "xla")
 
 
@@ -84,10 +80,10 @@ def choose(options: LmOptions) -> Preset:
 def _check_sizes(given: DecoderConfig, stored: DecoderConfig) -> None:
     sizes = [field.name for field in dataclasses.fields(stored) if field.name not in OF_A_RUN]
     if wrong := [name for name in sizes if getattr(given, name) != getattr(stored, name)]:
-        conflicts = ", ".join(
+        differ = [
             f"model.{name} is {getattr(given, name)}, the checkpoint's is {getattr(stored, name)}" for name in wrong
-        )
-        raise ValueError(f"{conflicts}: with init_from leave them out.")
+        ]
+        raise ValueError(f"{', '.join(differ)}: with init_from leave them out.")
 
 
 def with_date(preset: Preset, options: LmOptions, default: Path) -> Preset:
@@ -172,11 +168,7 @@ def train(preset: Preset, corpus: Corpus, unit: str, run: Run, **more: Any) -> t
 
 
 def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tokenizer) -> str | None:
-    """Saves for `models.generate` and transformers, in the original architecture or one that fits.
-
-    Returns:
-      The architecture's name, None if none fits.
-    """
+    """For `models.generate` and transformers, in the original architecture or one that fits, which is returned."""
     architecture = fitting(model.config)
     if preset.init_from is not None:
         architecture, _ = read_config(preset.init_from, ignore_config=preset.ignore_config)
@@ -228,27 +220,33 @@ def run(options: LmOptions) -> None:
         run = launch.begin(options, preset, mesh, default, files)
 
     with launch.ended_in_one_line(run):
-        token, baseline = ("byte" if isinstance(tokenizer, Bytes) else "token"), None
-        unit, seen, held = f"nats a {token}", corpus.train.tokens, corpus.heldout.tokens
-        run.say(f"{len(seen):,} {token}s to train on, {len(held):,} held out")
-        if token == "byte":
-            baseline = ("bigram table", bigram_nats(seen, heldout_batches(preset, corpus.heldout)))
-            run.say(f"a bigram table needs {baseline[1]:.3f} nats a held-out byte")
-        launch.print_model(options, preset.model, run, corpus.remark)
-        prompt, length, how = sample_of(preset, held)
-        sampler = lambda model: lowered(model, prompt, length, **how)
-        model, history = train(preset, corpus, unit, run, sampler=sampler)
-        if not is_first():
-            return
-        architecture = save_checkpoint(run.out / "checkpoint-hf", preset, model, tokenizer)
-        plot_report(history, unit, run.out / "report.png", baseline)
-        write_sample(preset, model, held, tokenizer, run.console)
-        reached = f"held-out {history.last_heldout:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
-        files = f"{run.out}/ has report.png, metrics.jsonl, config.yaml, and tensorboard"
-        run.say("")
-        run.say(f"{reached} after {time.perf_counter() - begin:.0f} s; {files}")
-        fits = f"and checkpoint-hf, a {architecture}"
-        run.say("no architecture of Hugging Face fits: no checkpoint" if architecture is None else fits)
+        _train_and_report(options, preset, tokenizer, corpus, run, begin)
+
+
+def _train_and_report(
+    options: LmOptions, preset: Preset, tokenizer: Tokenizer, corpus: Corpus, run: Run, begin: float
+) -> None:
+    token, baseline = ("byte" if isinstance(tokenizer, Bytes) else "token"), None
+    unit, seen, held = f"nats a {token}", corpus.train.tokens, corpus.heldout.tokens
+    run.say(f"{len(seen):,} {token}s to train on, {len(held):,} held out")
+    if token == "byte":
+        baseline = ("bigram table", bigram_nats(seen, heldout_batches(preset, corpus.heldout)))
+        run.say(f"a bigram table needs {baseline[1]:.3f} nats a held-out byte")
+    launch.print_model(options, preset.model, run, corpus.remark)
+    prompt, length, how = sample_of(preset, held)
+    sampler = lambda model: lowered(model, prompt, length, **how)
+    model, history = train(preset, corpus, unit, run, sampler=sampler)
+    if not is_first():
+        return
+    architecture = save_checkpoint(run.out / "checkpoint-hf", preset, model, tokenizer)
+    plot_report(history, unit, run.out / "report.png", baseline)
+    write_sample(preset, model, held, tokenizer, run.console)
+    reached = f"held-out {history.last_heldout:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
+    files = f"{run.out}/ has report.png, metrics.jsonl, config.yaml, and tensorboard"
+    run.say("")
+    run.say(f"{reached} after {time.perf_counter() - begin:.0f} s; {files}")
+    fits = f"and checkpoint-hf, a {architecture}"
+    run.say("no architecture of Hugging Face fits: no checkpoint" if architecture is None else fits)
 
 
 main = config.command(LmOptions, run)

@@ -23,9 +23,8 @@ def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
         tokenizer = Bytes() if folder is None else tokenizer_of(Path(folder), vocab)
     if folder is not None and tokenizer.vocab > vocab:
         raise ValueError(f"the tokenizer has {tokenizer.vocab:,} tokens, and the checkpoint in {folder} {vocab:,}.")
-    return dataclasses.replace(
-        preset, model=dataclasses.replace(preset.model, vocab=max(vocab, tokenizer.vocab))
-    ), tokenizer
+    model = dataclasses.replace(preset.model, vocab=max(vocab, tokenizer.vocab))
+    return dataclasses.replace(preset, model=model), tokenizer
 
 
 def checkpoint_folder(preset: Preset) -> Path | None:
@@ -43,14 +42,9 @@ def tokenizer_files(preset: Preset) -> list[Path]:
 
 
 def read_corpus(
-    data: Sequence[str],
-    tokenizer: Tokenizer,
-    *,
-    raw: bool = False,
-    folder: Path | None = None,
-    context: int = 0,
+    data: Sequence[str], tokenizer: Tokenizer, *, raw: bool = False, folder: Path | None = None, context: int = 0,
     date: str | None = None,
-) -> Corpus:
+) -> Corpus:  # fmt: skip
     """The data of `Preset.data`; the folder has the chat template, if conversations are among them."""
     if not data:
         return split(tokenize(standard_library(), tokenizer).documents)

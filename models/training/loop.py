@@ -283,13 +283,9 @@ class Run:
 
 
 def train(
-    task: Task,
-    batches: Callable[[int], Any],
-    heldout: Any,
-    unit: str,
-    run: Run,
+    task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, run: Run,
     sampler: Callable[[Any], Iterable[jax.stages.Lowered]] | None = None,
-) -> tuple[Any, History]:
+) -> tuple[Any, History]:  # fmt: skip
     """Runs the steps after the first state or the newest checkpoint, with evaluations; prints and logs progress.
 
     Args:

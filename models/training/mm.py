@@ -207,17 +207,23 @@ def run(options: MmOptions) -> None:
             files[preset.tokenizer] = Path(preset.tokenizer)
         run = launch.begin(options, preset, mesh, Path("runs", f"mm-{Path(preset.data).stem}-{options.preset}"), files)
     with launch.ended_in_one_line(run):
-        run.say(f"{len(material.train):,} images with captions to train on, {len(material.heldout):,} held out")
-        launch.print_model(options, preset.model, run, data.remark)
-        trained, history = train(preset, material, run)
-        if not is_first():
-            return
-        run.say(f"held-out {history.last_heldout:.3f} {UNIT} after {time.perf_counter() - begin:.0f} s")
-        run.say(f"{history.fill:.1%} of the rows had a loss")
-        plot_report(history, UNIT, run.out / "report.png")
-        show(preset, trained, data, material, run)
-        files = "samples.png, report.png, metrics.jsonl, config.yaml, and tensorboard"
-        run.say(f"{time.perf_counter() - begin:.0f} s; {run.out}/ has {files}")
+        _train_and_report(options, preset, data, material, run, begin)
+
+
+def _train_and_report(
+    options: MmOptions, preset: MultimodalPreset, data: PairData, material: Material, run: Run, begin: float
+) -> None:
+    run.say(f"{len(material.train):,} images with captions to train on, {len(material.heldout):,} held out")
+    launch.print_model(options, preset.model, run, data.remark)
+    trained, history = train(preset, material, run)
+    if not is_first():
+        return
+    run.say(f"held-out {history.last_heldout:.3f} {UNIT} after {time.perf_counter() - begin:.0f} s")
+    run.say(f"{history.fill:.1%} of the rows had a loss")
+    plot_report(history, UNIT, run.out / "report.png")
+    show(preset, trained, data, material, run)
+    files = "samples.png, report.png, metrics.jsonl, config.yaml, and tensorboard"
+    run.say(f"{time.perf_counter() - begin:.0f} s; {run.out}/ has {files}")
 
 
 main = config.command(MmOptions, run)

@@ -23,12 +23,7 @@ ALWAYS = ("step", "loss", "tokens", "fill", "learning_rate", "gradient_norm")  #
 
 @dataclasses.dataclass
 class History:
-    """What a run has read from the device.
-
-    Attributes:
-      rows: one a step, as in metrics.jsonl.
-      loads: each expert's share [layers, experts] of the last steps of this process; empty without experts.
-    """
+    """What a run has read from the device: rows of metrics.jsonl, and of the last steps the loads [layers, experts]."""
 
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     loads: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -94,9 +89,8 @@ class MetricsLog:
     ) -> None:
         """The metrics of the steps up to `done`; compile_s is the first one's."""
         for step, metrics in enumerate(read, done + 1 - len(read)):
-            row = {"step": step} | {
-                name: np.asarray(x).item() for name, x in metrics._asdict().items() if x is not None and np.ndim(x) == 0
-            }
+            numbers = {name: x for name, x in metrics._asdict().items() if x is not None and np.ndim(x) == 0}
+            row = {"step": step} | {name: np.asarray(x).item() for name, x in numbers.items()}
             row["tokens_per_s"] = round(tokens_per_s)
             if step == done and heldout is not None:
                 row["heldout"] = heldout
@@ -132,11 +126,7 @@ def _rows(file: Path, last: int) -> list[dict[str, Any]]:
 
 
 def plot_report(history: History, unit: str, path: Path, baseline: tuple[str, float] | None = None) -> None:
-    """Over the steps: losses of batches and held-out data, learning rate, gradient norm, and each layer's expert load.
-
-    Args:
-      baseline: name and loss of a dashed line.
-    """
+    """Over the steps losses, held-out losses, learning rate, gradient norm, and each layer's expert load."""
     from matplotlib.figure import Figure  # a second, which a run would pay at its start
 
     layers = history.loads[0].shape[0] if history.loads else 0

@@ -49,12 +49,7 @@ _Loader.add_constructor(f"{TAG}map", _Loader.mapping)
 
 
 def load(text: str | bytes, source: str) -> Any:
-    """The value of a YAML text, None of an empty one.
-
-    Args:
-      text: bytes are UTF-8, or UTF-16 with a byte order mark.
-      source: its name in errors.
-    """
+    """The value of a YAML text, None of an empty one; bytes are UTF-8, or UTF-16 with a byte order mark."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:

@@ -82,14 +82,13 @@ class DitTask(Task):
     def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> DiT:
         return DiT(self.sizes, rngs=rngs)
 
-    def objective(
-        self, model: DiT, batch: Batch, key: jax.Array, label_dropout: float = 0.1
-    ) -> tuple[jax.Array, Measured]:
-        loss = loss_fn(model, batch, key, label_dropout)
+    def objective(self, model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+        loss = loss_fn(model, batch, key, label_dropout=0.1)
         return loss, Measured(loss)
 
     def heldout_objective(self, model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        return self.objective(model, batch, key, label_dropout=0.0)
+        loss = loss_fn(model, batch, key, label_dropout=0.0)
+        return loss, Measured(loss)
 
 
 def make_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> Callable[[int], Batch]:

@@ -80,10 +80,9 @@ def choose(options: LmOptions) -> Preset:
 def _check_sizes(given: DecoderConfig, stored: DecoderConfig) -> None:
     sizes = [field.name for field in dataclasses.fields(stored) if field.name not in OF_A_RUN]
     if wrong := [name for name in sizes if getattr(given, name) != getattr(stored, name)]:
-        differ = [
-            f"model.{name} is {getattr(given, name)}, the checkpoint's is {getattr(stored, name)}" for name in wrong
-        ]
-        raise ValueError(f"{', '.join(differ)}: with init_from leave them out.")
+        each = ((name, getattr(given, name), getattr(stored, name)) for name in wrong)
+        differ = ", ".join(f"model.{name} is {ours}, the checkpoint's is {theirs}" for name, ours, theirs in each)
+        raise ValueError(f"{differ}: with init_from leave them out.")
 
 
 def with_date(preset: Preset, options: LmOptions, default: Path) -> Preset:

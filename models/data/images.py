@@ -195,22 +195,19 @@ def is_heldout(count: int, every: int = HELDOUT_EVERY) -> np.ndarray:
     return np.arange(count) % every == every - 1
 
 
-def _multiple(rng: np.random.Generator, low: int, high: int, step: int) -> int:
-    return int(rng.integers(low // step, high // step + 1)) * step
-
-
 def read_digits(seed: int) -> DataSet:
     """The 1,797 handwritten digits of 8 by 8 pixels, cropped to sizes of 8 to 16; each tenth is held out."""
     from sklearn.datasets import load_digits
 
     (digits, labels), rng = load_digits(return_X_y=True), np.random.default_rng(seed)
     originals = (digits.reshape(-1, 8, 8) * 15.9375).astype(np.uint8)  # from 0 to 16
+    even = lambda low, high: 2 * int(rng.integers(low // 2, high // 2 + 1))
 
     def of_many_sizes(originals: np.ndarray, labels: np.ndarray, variants: int) -> Images:
         pixels = []
         for original in np.repeat(originals, variants, axis=0):
-            height = _multiple(rng, 8, 16, 2)
-            width = _multiple(rng, max(8, height // 3 * 2), min(16, height + 2), 2)
+            height = even(8, 16)
+            width = even(max(8, height // 3 * 2), min(16, height + 2))
             above, left, more_height, more_width = rng.integers(0, 2, 4)
             size = int(width + left + more_width), int(height + above + more_height)
             resized = Image.fromarray(original).resize(size, Image.Resampling.BICUBIC)

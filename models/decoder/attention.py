@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,22 +92,22 @@ class Attention(nnx.Module):
         self.out = linear_of(c)(c.heads * c.head_dim, c.width, use_bias=c.out_bias, rngs=rngs)
         norm = functools.partial(nnx.RMSNorm, epsilon=c.norm_epsilon, dtype=jnp.dtype(c.dtype), rngs=rngs)
         whole = c.qk_norm == "all_heads"
-        self.q_norm = norm(c.head_dim * (c.heads if whole else 1)) if c.qk_norm else nnx.data(None)
-        self.k_norm = norm(c.head_dim * (c.kv_heads if whole else 1)) if c.qk_norm else nnx.data(None)
+        self.q_norm: Any = norm(c.head_dim * (c.heads if whole else 1)) if c.qk_norm else nnx.data(None)
+        self.k_norm: Any = norm(c.head_dim * (c.kv_heads if whole else 1)) if c.qk_norm else nnx.data(None)
         self.sinks = nnx.Param(jnp.zeros(c.heads, jnp.float32)) if c.sinks else nnx.data(None)
 
     def __call__(self, x: jax.Array, seen: Seen, window: Window) -> tuple[jax.Array, KeysValues]:
         """Also what `seen.remember` returns."""
         c, (B, T) = self.config, seen.turns.cos.shape[:2]
         parts, sinks = self._project(x), None if self.sinks is None else self.sinks[...]
-        norms = self._norms() if c.qk_norm is True else None
+        norms = (self.q_norm, self.k_norm) if c.qk_norm is True else None
         if seen.at_once is not None:
             qkv = jnp.concatenate(parts, axis=-1).reshape(B, -1, c.head_dim)
             mixed, kept = seen.at_once(qkv, norms, window, sinks)
         else:
             q, k, v = (part.reshape(B, T, -1, c.head_dim) for part in parts)
             if norms is not None:
-                q, k = (normalized(norm, part) for norm, part in zip(norms, (q, k), strict=True))
+                q, k = normalized(self.q_norm, q), normalized(self.k_norm, k)
             q, k = (rotate(part, seen.turns, pairs=c.rope_pairs) for part in (q, k))
             kept = k, v = seen.remember(k, v)
             mixed = seen.attend(q, k, v, window, sinks)
@@ -118,15 +118,10 @@ class Attention(nnx.Module):
         c = self.config
         parts = wide(x, self.q, self.k, self.v) if self.qkv is None else self.qkv.parts(x)
         if c.qk_norm == "all_heads":
-            parts[:2] = [normalized(norm, part) for norm, part in zip(self._norms(), parts[:2], strict=True)]
+            parts[:2] = normalized(self.q_norm, parts[0]), normalized(self.k_norm, parts[1])
         if c.qkv_clip is not None:
             parts = [jnp.clip(part, -c.qkv_clip, c.qkv_clip) for part in parts]
         return parts
-
-    def _norms(self) -> tuple[nnx.RMSNorm, nnx.RMSNorm]:
-        assert self.q_norm is not None
-        assert self.k_norm is not None
-        return self.q_norm, self.k_norm
 
 
 class LatentAttention(nnx.Module):

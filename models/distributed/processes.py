@@ -5,8 +5,6 @@ import numpy as np
 import typer
 from jax.experimental import multihost_utils
 
-from models.training.terminal import Terminal
-
 MOST_BYTES = 8192  # of a text that processes exchange: twice the longest path
 
 
@@ -41,8 +39,3 @@ def exchanged(text: str) -> str:
     padded = text.encode(errors="surrogateescape")[:MOST_BYTES].ljust(MOST_BYTES, b"\0")
     found = multihost_utils.process_allgather(np.frombuffer(padded, np.uint8))
     return next(filter(None, (bytes(each).rstrip(b"\0").decode(errors="surrogateescape") for each in found)), "")
-
-
-def make_console() -> Terminal:
-    """Prints in the first process only. Call it after `initialize`."""
-    return Terminal(quiet=not is_first())

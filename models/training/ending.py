@@ -68,21 +68,20 @@ def stop_signals() -> Iterator[Callable[[int], int | None]]:
             signal.signal(number, handler)
 
 
-def command_to_go_on(out: Path) -> str:
-    """This process's command, with --resume, and with the folder that it chose without --out."""
-    words = [word for word in sys.argv[1:] if word != "--resume"]
-    if not any(word.split("=")[0] == "--out" for word in words):
-        words += ["--out", str(out)]
-    return " ".join(["python -m models.train", *map(shlex.quote, words), "--resume"])
-
-
 def kept(steps: list[int] | None, out: Path) -> str:
-    """The line about the finished checkpoints of the run in `out`; None for a run without checkpoints."""
+    """The line about the finished checkpoints of the run in `out`, and this process's command to go on from there.
+
+    steps: None for a run without checkpoints.
+    """
     if steps is None:
         return "Nothing was saved: with --save-every N a run writes checkpoints."
     if not steps:
         return "No checkpoint was finished."
-    return f"The checkpoint of step {steps[-1]} is kept; go on with: {command_to_go_on(out)}"
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    if not any(word.split("=")[0] == "--out" for word in words):
+        words += ["--out", str(out)]
+    command = " ".join(["python -m models.train", *map(shlex.quote, words), "--resume"])
+    return f"The checkpoint of step {steps[-1]} is kept; go on with: {command}"
 
 
 def is_full(error: BaseException | None) -> bool:

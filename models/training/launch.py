@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from models import layers
 from models.distributed import device_memory
 from models.distributed.mesh import make_mesh
-from models.distributed.processes import exchanged, initialize, is_first, make_console
+from models.distributed.processes import exchanged, initialize, is_first
 from models.hf.config import read_json
 from models.precision import Computation
 from models.training import config, folders
@@ -23,6 +23,7 @@ from models.training.config import Options
 from models.training.ending import in_one_line
 from models.training.loop import Run
 from models.training.schedule import Schedule
+from models.training.terminal import Terminal
 from models.training.whole_files import replace
 
 NAMED = 5  # files, in one error
@@ -93,7 +94,7 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, 
         return str(out)
 
     out = Path(of_first(claim))
-    run = Run(out, make_console(), mesh, options.save_every, options.profile, options.bad_steps)
+    run = Run(out, Terminal(quiet=not is_first()), mesh, options.save_every, options.profile, options.bad_steps)
     if options.out is None:
         run.say(f"writes to {out}/")
     return run

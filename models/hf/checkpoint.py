@@ -35,6 +35,7 @@ from models.hf.tensors import (
     write_file,
 )
 from models.precision import DTYPES
+from models.training.terminal import first_of
 from models.training.whole_files import verify, written_whole
 
 NAMED = 20  # things that are wrong, in one error
@@ -45,8 +46,7 @@ Params = dict[Path, Any]
 
 def _raise(folder: pathlib.Path, wrong: list[str]) -> None:
     if wrong:
-        more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
-        raise ValueError(f"{folder}: {'; '.join(wrong[:NAMED])}{more}.")
+        raise ValueError(f"{folder}: {first_of(wrong, NAMED, '; ')}.")
 
 
 def _is_loaded(name: str, architecture: str, config: DecoderConfig) -> bool:

@@ -21,9 +21,10 @@ from jax.experimental import multihost_utils
 from models.distributed.mesh import name_of
 from models.distributed.processes import exchanged, is_first
 from models.training.ending import quiet_writers
+from models.training.terminal import first_of
 
 State = TypeVar("State")
-NAMED_DIFFERENCES = 3
+NAMED = 3  # differences, in one error
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that are being written, or removed
 # What we add to a checkpoint's metadata. OWN is the checksum of the others.
 CHECKSUMS, HELDOUT, OWN = "checksums", "heldout", "crc32"
@@ -205,7 +206,7 @@ class Checkpoints:
         if found is not None and not wrong:
             read = checksums(found)
             if differing := [name for name in read if read[name] != sums[name]]:
-                wrong = f"the checksum of {_some(differing)} is not what was saved"
+                wrong = f"the checksum of {first_of(differing, NAMED)} is not what was saved"
         return (None, wrong) if wrong else (found, "")
 
     def _compare(
@@ -213,13 +214,14 @@ class Checkpoints:
     ) -> str:
         """The error in the metadata, or ""."""
         if sums.keys() != stored.keys():
-            return f"its arrays and checksums are not of the same names: {_some(sorted(sums.keys() ^ stored.keys()))}"
+            differing = first_of(sorted(sums.keys() ^ stored.keys()), NAMED)
+            return f"its arrays and checksums are not of the same names: {differing}"
         ours = {name: _describe(array) for name, array in wanted.items()}
         if differing := [name for name in {**ours, **stored} if ours.get(name) != stored.get(name)]:
             there, here = ({name: types.get(name, "missing") for name in differing} for types in (stored, ours))
             problems = [f"{name} is {there[name]} there and {here[name]} here" for name in differing]
             raise typer.BadParameter(
-                f"step {step} in {self.folder} is of another model or optimizer: {_some(problems, '; ')}. "
+                f"step {step} in {self.folder} is of another model or optimizer: {first_of(problems, NAMED, '; ')}. "
                 "Resume with the configuration that it was trained with, or take another folder.",
                 param_hint="--resume",
             )
@@ -276,11 +278,6 @@ def _first_line(error: BaseException) -> str:
         error = cause
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0][:200].rstrip(".")
-
-
-def _some(names: list[str], between: str = ", ") -> str:
-    more = len(names) - NAMED_DIFFERENCES
-    return between.join(names[:NAMED_DIFFERENCES]) + (f", and {more} more" if more > 0 else "")
 
 
 def _by_name(state: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from models.training.config import Options
 from models.training.ending import in_one_line
 from models.training.loop import Run
 from models.training.schedule import Schedule
-from models.training.terminal import Terminal
+from models.training.terminal import Terminal, first_of
 from models.training.whole_files import replace
 
 NAMED = 5  # files, in one error
@@ -131,9 +131,8 @@ def check_data(sums: dict[str, int], file: Path) -> None:
     states = {(True, True): "has changed", (True, False): "is new", (False, True): "is missing"}
     changed = [name for name in {**sums, **before} if sums.get(name) != before.get(name)]
     if changed:
-        more = f", and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
-        named = ", ".join(f"{name} {states[name in sums, name in before]}" for name in changed[:NAMED])
+        named = first_of([f"{name} {states[name in sums, name in before]}" for name in changed], NAMED)
         raise ValueError(
-            f"the data is not what the run began with: {named}{more}. Put it back, take another folder with --out, or "
+            f"the data is not what the run began with: {named}. Put it back, take another folder with --out, or "
             f"remove {file} to go on with this data."
         )

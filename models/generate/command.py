@@ -105,16 +105,9 @@ class Writer:
             return streams[number].stopped
 
         begin()
-        found = completions(
-            self.model,
-            [prompt.tokens for prompt in prompts],
-            options.length,
-            sampling=sampling_of(options),
-            key=jax.random.key(options.seed),
-            ends=end_tokens(options.folder, self.tokenizer),
-            batching=Batching(slots=options.slots),
-            watch=watch,
-        )
+        how = {"sampling": sampling_of(options), "key": jax.random.key(options.seed), "watch": watch}
+        how |= {"ends": end_tokens(options.folder, self.tokenizer), "batching": Batching(slots=options.slots)}
+        found = completions(self.model, [prompt.tokens for prompt in prompts], options.length, **how)
         for number, completion in found:
             rest, done[number] = streams[number].finish(), completion
             if number == shown:

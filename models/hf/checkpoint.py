@@ -23,17 +23,7 @@ from models.generate.inference import inference_dtype
 from models.hf.config import MODELS, OF_A_RUN, read_config, write_config
 from models.hf.names import EMBEDDING, HEAD, Entry, Path, table
 from models.hf.place import Placed
-from models.hf.tensors import (
-    INDEX,
-    Stored,
-    Tensor,
-    is_finite,
-    new_header,
-    read_ahead,
-    read_headers,
-    stored_in,
-    write_file,
-)
+from models.hf.tensors import INDEX, Tensor, is_finite, new_header, read_ahead, read_headers, stored_in, write_file
 from models.precision import DTYPES
 from models.training.terminal import first_of
 from models.training.whole_files import verify, written_whole
@@ -154,16 +144,13 @@ def load(
         if not all(flags):
             wrong.append(f"{name} in {stored[name].tensors[0].file.name} has a NaN or an infinity")
     params: Params = {path: placed.pop(path).whole() if path in paths else shapes[path] for path in shapes}
-    if tied_head and not _equal(stored[HEAD.name], params[EMBEDDING.path]):
-        wrong.append(f"{HEAD.name} is not {EMBEDDING.name}, and config.json ties them (tie_word_embeddings)")
+    if tied_head:
+        head, shards = stored[HEAD.name].read(), params[EMBEDDING.path].addressable_shards
+        if not all(np.array_equal(head[shard.index].astype(shard.data.dtype), shard.data) for shard in shards):
+            wrong.append(f"{HEAD.name} is not {EMBEDDING.name}, and config.json ties them (tie_word_embeddings)")
     _raise(folder, wrong)
     nnx.replace_by_pure_dict(abstract, traverse_util.unflatten_dict(params))
     return architecture, nnx.merge(graphdef, abstract)
-
-
-def _equal(head: Stored, embedding: jax.Array) -> bool:
-    whole = head.read().astype(embedding.dtype)
-    return all(np.array_equal(whole[shard.index], shard.data) for shard in embedding.addressable_shards)
 
 
 def save(

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy, compiler_options, scan
-from models.distributed.mesh import ONCE, SHARDS
+from models.distributed.mesh import ONCE, SHARDS, whole_layers
 
 # Attention costs most to recompute for its bytes, and more in longer contexts; everything else is recomputed from the
 # layer's input.
@@ -71,6 +71,12 @@ def apply_layers(
         for stack, (_, histories) in zip(stacks, joined, strict=True):
             nnx.update(stack, histories)
     return x, tuple(out for out, _ in joined)
+
+
+def options_of(model: Any, *stacks: str) -> dict[str, Any]:
+    """The options of `apply_layers` that a model and the names of its stacks give."""
+    c, whole = model.config, whole_layers(model, *stacks)
+    return {"policy": c.policy, "unroll": c.unroll, "training": not model.use_running_average, "whole": whole}
 
 
 def _runs(layers: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:

@@ -17,9 +17,9 @@ from models.decoder.config import DecoderConfig
 from models.decoder.experts import Routed
 from models.decoder.rope import Turns, turns
 from models.decoder.weights import dot_general, normalized
-from models.distributed.mesh import Splits, varying, whole_layers, whole_part
+from models.distributed.mesh import Splits, varying, whole_part
 from models.distributed.tensor_parallel import attend, devices, embed, own_rows, wide
-from models.layers import apply_layers, stacked
+from models.layers import apply_layers, options_of, stacked
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys and values
 Cache = tuple[KeysValues, ...]  # of each layer
@@ -121,18 +121,9 @@ class Decoder(nnx.Module):
         starts = document_starts(jnp.zeros_like(tokens) if documents is None else documents)
         angles = turns(c, positions_in(starts), lengths_of(starts))
         seen = Seen(angles, lambda *own: own, self._attend(starts, documents))
-        windows = self._windows(T)
-        x, outs = apply_layers(
-            self._stacks(),
-            lambda block, x, window: block(x, seen, window, mask)[:2],
-            embed(whole_part(self, "embed"), tokens, c.backend),
-            layers=c.stacks(),
-            each=windows,
-            policy=c.policy,
-            unroll=c.unroll,
-            training=not self.use_running_average,
-            whole=whole_layers(self, "blocks", "dense_blocks"),
-        )
+        call = lambda block, x, window: block(x, seen, window, mask)[:2]
+        x, how = embed(whole_part(self, "embed"), tokens, c.backend), options_of(self, "blocks", "dense_blocks")
+        x, outs = apply_layers(self._stacks(), call, x, layers=c.stacks(), each=self._windows(T), **how)
         return x, outs[0].summed() if self.sharded and outs[0] is not None else outs[0]
 
     def _mask(self, documents: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxops
 from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
-from models.distributed.mesh import Splits, whole_layers, whole_part
+from models.distributed.mesh import Splits, whole_part
 from models.distributed.tensor_parallel import (
     WholeLinear,
     check_heads,
@@ -23,7 +23,7 @@ from models.distributed.tensor_parallel import (
     total,
     wide,
 )
-from models.layers import apply_layers, stacked
+from models.layers import apply_layers, options_of, stacked
 from models.precision import Attends, Computation, linear_layer
 
 
@@ -178,17 +178,9 @@ class DiT(nnx.Module):
         offsets = sequence_offsets - first_row(tokens.shape[0])
         x = part("enter")(own).astype(jnp.float32) + position_embedding(offsets, grids, own.shape[0], width)
         offsets = jnp.clip(offsets, 0, own.shape[0])
-        x, _ = apply_layers(
-            (self.blocks,),
-            lambda block, x, _: (block(x, cond, offsets, mixer_offsets=sequence_offsets), None),
-            x,
-            layers=(range(c.layers),),
-            each=(None,),
-            policy=c.policy,
-            unroll=c.unroll,
-            training=not self.use_running_average,
-            whole=whole_layers(self, "blocks"),
-        )
+        call = lambda block, x, _: (block(x, cond, offsets, mixer_offsets=sequence_offsets), None)
+        how = options_of(self, "blocks")
+        x, _ = apply_layers((self.blocks,), call, x, layers=(range(c.layers),), each=(None,), **how)
         return part("leave")(part("norm")(x, cond, offsets)).astype(jnp.float32)
 
 

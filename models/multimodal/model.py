@@ -20,10 +20,10 @@ import jaxops
 from models.decoder import DecoderConfig
 from models.decoder.attention import Attention, Seen
 from models.decoder.rope import turns
-from models.distributed.mesh import Splits, whole_layers, whole_part
+from models.distributed.mesh import Splits, whole_part
 from models.distributed.tensor_parallel import WholeLinear, attend, devices, embed, first_row, own_rows, wide
 from models.dit.model import TimeEmbedding, position_embedding, segments
-from models.layers import apply_layers, stacked
+from models.layers import apply_layers, options_of, stacked
 from models.multimodal.experts import Counts, ModalityExperts, Routed
 from models.multimodal.interleaved import Batch
 from models.precision import Computation
@@ -242,17 +242,8 @@ class Multimodal(nnx.Module):
         image = whole_part(self, "enter")(jnp.where(of_image, own_rows(batch.patches), 0)).astype(jnp.float32) + place
         x = jnp.where(of_image, image, embed(whole_part(self, "embed"), batch.tokens, c.backend)).astype(c.dtype)
         cond = whole_part(self, "time")(time)
-        x, (counts,) = apply_layers(
-            (self.blocks,),
-            lambda block, x, _: block(x, cond, layout),
-            x,
-            layers=(range(c.layers),),
-            each=(None,),
-            policy=c.policy,
-            unroll=c.unroll,
-            training=not self.use_running_average,
-            whole=whole_layers(self, "blocks"),
-        )
+        call, how = lambda block, x, _: block(x, cond, layout), options_of(self, "blocks")
+        x, (counts,) = apply_layers((self.blocks,), call, x, layers=(range(c.layers),), each=(None,), **how)
         scale, shift = whole_part(self, "modulation")(cond, layout)
         how = {"norm": "rms", "epsilon": c.norm_epsilon, "per": "sequence", "backend": c.backend}
         routed = jax.vmap(lambda layer: layer.routed(c, sharded=self.sharded))(counts)

@@ -53,14 +53,8 @@ def find_images(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def skipped(others: Sequence[Path], empty: Sequence[str] = ()) -> str:
     """A line about what is not read beside images, and about folders without images, or ""."""
-    kinds = Counter(
-        "hidden"
-        if path.name.startswith(".")
-        else "folders found again"
-        if path.is_dir()
-        else path.suffix.lower() or "without a suffix"
-        for path in others
-    )
+    kind = lambda path: "folders found again" if path.is_dir() else path.suffix.lower() or "without a suffix"
+    kinds = Counter("hidden" if path.name.startswith(".") else kind(path) for path in others)
     parts = [f"not read: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"] if kinds else []
     parts += [f"no images in {', '.join(empty)}"] if empty else []
     return "; ".join(parts)

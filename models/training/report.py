@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorboardX
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
 from models.training.terminal import one_line
 
@@ -154,14 +154,8 @@ def plot_report(history: History, unit: str, path: Path, baseline: tuple[str, fl
 def _plot_expert_load(rows: "list[Axes]", load: np.ndarray, last: int) -> None:
     """A heat map for each layer, experts over steps, of each expert's share [steps, layers, experts]; 1 is even."""
     steps, _, experts = load.shape
-    style = {
-        "aspect": "auto",
-        "interpolation": "nearest",
-        "cmap": "coolwarm",
-        "vmin": 0,
-        "vmax": 2,
-        "extent": (last - steps + 0.5, last + 0.5, experts - 0.5, -0.5),
-    }
+    extent = (last - steps + 0.5, last + 0.5, experts - 0.5, -0.5)
+    style = {"aspect": "auto", "interpolation": "nearest", "cmap": "coolwarm", "vmin": 0, "vmax": 2, "extent": extent}
     images = [axes.imshow(load[:, layer].T * experts, **style) for layer, axes in enumerate(rows)]
     for layer, axes in enumerate(rows):
         axes.set(ylabel=f"layer {layer}\nexpert")
@@ -187,10 +181,9 @@ def draw_captioned(
         draw.text((canvas.width // 2, line), title, fill="black", anchor="mm")
         for number, (image, lines) in enumerate(zip(images, wrapped, strict=True)):
             left, top = gap + number % columns * (cell + gap), 2 * line + number // columns * (high + gap)
-            zoom = cell / max(image.shape[:2])
-            size = (round(image.shape[1] * zoom), round(image.shape[0] * zoom))
-            pixels = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image)
-            canvas.paste(pixels.resize(size, Image.Resampling.BICUBIC), (left + (cell - size[0]) // 2, top))
+            pixels = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image).convert("RGB")
+            square = ImageOps.pad(pixels, (cell, cell), Image.Resampling.BICUBIC, "white", (0.5, 0))
+            canvas.paste(square, (left, top))
             for place, text in enumerate(lines):
                 draw.text((left + cell // 2, top + cell + gap + place * line), text, fill="black", anchor="mm")
         canvases.append(canvas)

@@ -52,7 +52,6 @@ def soft_attention(
       sinks: [heads], a logit beside those of the keys, without a value; or None.
       scale: logits are scale * q @ k.
     """
-
     keys = "bksd" if heads_first else "bskd"
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None) -> jax.Array:

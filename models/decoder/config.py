@@ -189,7 +189,7 @@ class DecoderConfig(Computation):
             raise ValueError("stored_fp8 is set, and expert_bias or clamp: stored float8 experts have neither.")
 
     def check_tensor(self, devices: int) -> None:
-        """Whether the mesh axis `tensor` can have so many devices.
+        """Checks whether the mesh axis `tensor` can have so many devices.
 
         Raises:
           ValueError: it does not divide the heads, or the model has what is not split.

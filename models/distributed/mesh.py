@@ -376,7 +376,7 @@ def micro_batches(accumulate: int, mesh: Mesh | None) -> int:
 
 
 def check_shares(sizes: dict[str, int], by_rows: tuple[str, ...], accumulate: int, mesh: Mesh | None) -> None:
-    """Whether all micro-batches of a step get the same share of its sizes; by_rows: of which the devices of the axis
+    """Checks whether all micro-batches of a step get the same share of its sizes; by_rows: of which the devices of the axis
     `tensor` get the same share, too.
     """
     parts, tensor = micro_batches(accumulate, mesh), 1 if mesh is None else mesh.shape[TENSOR]

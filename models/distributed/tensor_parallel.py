@@ -83,7 +83,7 @@ def own_rows(x: jax.Array) -> jax.Array:
 
 
 def check_rows(rows: int, devices: int) -> None:
-    """Whether the devices of the axis divide the rows of a part of the batch."""
+    """Checks whether the devices of the axis divide the rows of a part of the batch."""
     if rows % devices:
         raise ValueError(
             f"a part of the batch has {rows} rows, which tensor={devices} does not divide: take a batch and a length "
@@ -92,7 +92,7 @@ def check_rows(rows: int, devices: int) -> None:
 
 
 def check_heads(devices: int, **heads: int) -> None:
-    """Whether the devices of the axis divide the numbers of heads."""
+    """Checks whether the devices of the axis divide the numbers of heads."""
     for name, number in heads.items():
         if number % devices:
             raise ValueError(

@@ -51,7 +51,7 @@ class DiTConfig(Computation):
     attention: Attends = "auto"
 
     def check_tensor(self, devices: int) -> None:
-        """Whether so many devices of the mesh axis `tensor` divide the heads."""
+        """Checks whether so many devices of the mesh axis `tensor` divide the heads."""
         check_heads(devices, heads=self.heads)
 
 

@@ -191,7 +191,7 @@ def prefills(
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab: int) -> None:
-    """Whether there are no empty prompts, and no tokens that the model does not have."""
+    """Checks whether there are no empty prompts, and no tokens that the model does not have."""
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {number} has no tokens: write one at least.")

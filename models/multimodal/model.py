@@ -76,7 +76,7 @@ class MultimodalConfig(Computation):
         self.decoder()
 
     def check_tensor(self, devices: int) -> None:
-        """Whether the mesh axis `tensor` can have so many devices.
+        """Checks whether the mesh axis `tensor` can have so many devices.
 
         Raises:
           ValueError: it does not divide the heads or the vocabulary.

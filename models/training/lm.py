@@ -130,7 +130,7 @@ class LmTask(Task):
 
 
 def check_fits(preset: Preset, mesh: Mesh) -> None:
-    """Whether a micro-batch can be split evenly over the mesh, and the model by an axis `tensor`."""
+    """Checks whether a micro-batch can be split evenly over the mesh, and the model by an axis `tensor`."""
     rows, tensor = preset.batch // preset.accumulate, mesh.shape[TENSOR]
     rows_of_process(rows, mesh)
     preset.model.check_tensor(tensor)

@@ -126,7 +126,7 @@ def heldout_documents(preset: MultimodalPreset, material: Material) -> list[Docu
 
 
 def check_fits(preset: MultimodalPreset, material: Material, mesh: Mesh | None) -> None:
-    """Whether a micro-batch can be split evenly over the devices, and holds the largest document."""
+    """Checks whether a micro-batch can be split evenly over the devices, and holds the largest document."""
     preset.model.check_tensor(1 if mesh is None else mesh.shape[TENSOR])
     step = material.room
     check_shares({name: getattr(step, name) for name in SHARED}, SHARED[:2], preset.accumulate, mesh)

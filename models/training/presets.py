@@ -84,7 +84,7 @@ class ImagePreset(Schedule):
     guidance: NonNegativeFloat = 2.5
 
     def check(self, *names: str) -> None:
-        """Whether `accumulate` divides the settings of these names, and the background is a colour."""
+        """Checks whether `accumulate` divides the settings of these names, and the background is a colour."""
         check_colour(self.background)
         sizes = {name: getattr(self, name) for name in names}
         if wrong := [f"{name} is {size}" for name, size in sizes.items() if size % self.accumulate]:

@@ -376,9 +376,8 @@ def micro_batches(accumulate: int, mesh: Mesh | None) -> int:
 
 
 def check_shares(sizes: dict[str, int], by_rows: tuple[str, ...], accumulate: int, mesh: Mesh | None) -> None:
-    """Checks whether all micro-batches of a step get the same share of its sizes; by_rows: of which the devices of the axis
-    `tensor` get the same share, too.
-    """
+    """Checks whether all micro-batches of a step get the same share of its sizes, and the devices of the axis `tensor`
+    of those that `by_rows` names, too."""
     parts, tensor = micro_batches(accumulate, mesh), 1 if mesh is None else mesh.shape[TENSOR]
     uneven = [name for name in sizes if sizes[name] % (parts * tensor if name in by_rows else parts)]
     if wrong := ", ".join(f"{name} is {sizes[name]}" for name in uneven):

@@ -105,7 +105,7 @@ def test_shard_map_checks_varying_axes(split):
 def test_plan():
     problem = Problem(8192, 2048, 131_072, "bfloat16", "bfloat16")
     plan = make_plan(problem, H200)
-    assert (plan.backend, plan.rows, plan.products.fwd.kernel) == ("triton", 2048, "triton")
+    assert (plan.backend, plan.rows, plan.products.fwd.kernel) == ("triton", 2816, "triton")
     assert make_plan(problem, H200, plan=Plan("triton", rows=512)).rows == 512
     few = make_plan(Problem(3, 64, 72, "bfloat16", "bfloat16"), H200)
     assert few.products.fwd.kernel == "triton"

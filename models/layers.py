@@ -131,7 +131,7 @@ def _unstacked(stack: jax.Array) -> Any:
     """A stack's layers. The gradient of `jnp.unstack` is one concatenation; indexing would add a stack a layer."""
     parts = jnp.unstack(stack)
     # XLA fuses a vector's slice into the kernels that read the vector, and with it the number of the layer: then layers
-    # share no kernel. `lm 3b` has 318 kernels of XLA's so, 127 without.
+    # share no kernel. Of `lm 3b`'s 318 fusions that differ, 191 differ in nothing else.
     return jax.lax.optimization_barrier(parts) if stack.ndim <= 2 else parts
 
 

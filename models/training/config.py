@@ -241,7 +241,7 @@ def _say(preset: Any, wrong: Any) -> str:
         for part in wrong["loc"][:-1]:
             preset = getattr(preset, part)
         known = [field.name for field in dataclasses.fields(preset)]
-        known.sort(key=lambda name: hasattr(Computation, name))
+        known.sort(key=lambda name: hasattr(Computation, name))  # the model's sizes first
         return f"{key} is no setting: write one of {', '.join(known)}"
     if wrong["type"] == "value_error":
         return str(wrong["ctx"]["error"])

@@ -60,7 +60,8 @@ def linear_cross_entropy(
         gradients NaN; nothing is read out of bounds.
       weights: [T], floating or bool, factors on the tokens' losses; None for ones. Not with "none": multiply the
         losses yourself.
-      bias: [V], any of the dtypes of x, or None.
+      bias: [V], any of the dtypes of x, or None. On Hopper its gradient is the float32 sum of the logits' gradients as
+        they are multiplied, rounded to compute_dtype.
       transpose_w: w is [V, D].
       reduction: "mean", over the sum of the weights of tokens that count (0 if that is 0); "sum"; or "none".
       ignore_index: a target of this value does not count; what its row of x holds (NaN too) reaches nothing.

@@ -198,6 +198,8 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
             own, other = names.split()
             needed = f"{own}=128 and warps=8{' (or 192 and 12)' if three else ''}, and {other} from 64 to {most}"
             raise ValueError(f"plan.{pass_name}={tiles}: this needs {needed}.")
+        if pass_name == "dq" and tiles.stages < 2:  # v's tile is loaded after the next one of k
+            raise ValueError(f"plan.dq={tiles}: this needs at least 2 stages.")
         if (needed := hopper_bytes(pass_name, tiles, call.problem.widths)) > HOPPER_SHARED_BYTES:
             raise ValueError(f"plan.{pass_name}={tiles} needs {needed} bytes of shared memory: use fewer stages.")
     elif tiles.threefold:

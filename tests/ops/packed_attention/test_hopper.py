@@ -225,6 +225,8 @@ def test_plans():
     wide = dataclasses.replace(problem, head_dim=256)
     with pytest.raises(ValueError, match="297472 bytes of shared memory: use fewer stages"):
         make_plan(wide, H200, plan=Plan("triton", dkv=Tiles(64, 128, 8, 3)))
+    with pytest.raises(ValueError, match="this needs at least 2 stages"):  # with one the launch would not end
+        make_plan(problem, H200, plan=Plan("triton", dq=Tiles(128, 64, 8, 1)))
     with pytest.raises(ValueError, match="this needs bq=128 and warps=8, and bk from 64 to 64"):
         make_plan(wide, H200, plan=Plan("triton", dq=Tiles(128, 128, 8, 1)))
     with pytest.raises(ValueError, match="this needs bq=128 and warps=8, and bk from 64 to 128"):

@@ -50,7 +50,7 @@ from jaxops.ops.packed_attention.parts_triton import (
     store_sums,
     zero_sums,
 )
-from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, early_stages, gradients_apart, head_columns
+from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, gradients_apart, head_columns, hopper_memory
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, key_blocks
 
 CONSUMERS = gl.constexpr(2)
@@ -60,8 +60,8 @@ CONSUMERS = gl.constexpr(2)
 class Pipeline:
     """Shared memory and its synchronisation.
 
-    k, v: [CONSUMERS * PARTS, ROWS, D] and [CONSUMERS * V_PARTS, ROWS, V], of a block; its gradients leave through them.
-    q, dout: [STAGES * PARTS, BQ, D] and [V_STAGES * V_PARTS, BQ, V].
+    k, v: [CONSUMERS * PARTS, ROWS, D] and [CONSUMERS * V_PARTS, ROWS, V], of a block. dk, dv: likewise; without APART in
+    their memory. q, dout: [STAGES * PARTS, BQ, D] and [V_STAGES * V_PARTS, BQ, V].
     lse, along: [STAGES, 1, BQ] and [V_STAGES, 1, BQ], with q and dout.
     block: what the consumers must know of a block: FIELDS numbers and the head.
     keys_*: an mbarrier for k and v. q_*, dout_*: an mbarrier a stage; with both dk and dv those of q are for dout, too.
@@ -71,6 +71,8 @@ class Pipeline:
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
+    dk: gl.shared_memory_descriptor
+    dv: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor
     dout: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
@@ -91,12 +93,14 @@ class Pipeline:
     V_STAGES: gl.constexpr
     DK: gl.constexpr
     DV: gl.constexpr
+    APART: gl.constexpr
 
 
 @gluon.jit
 def make_pipeline(
     dtype: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, V_PARTS: gl.constexpr,
     BQ: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
     OF_KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     OF_VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], dtype)
@@ -104,9 +108,15 @@ def make_pipeline(
     OF_DOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BQ, V], dtype)
     OF_NUMBERS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k = gl.allocate_shared_memory(dtype, [CONSUMERS * PARTS, ROWS, D], OF_KEYS)
+    v = gl.allocate_shared_memory(dtype, [CONSUMERS * V_PARTS, ROWS, V], OF_VALUES)
+    dk = k
+    dv = v
+    if APART:
+        dk = gl.allocate_shared_memory(dtype, [CONSUMERS * PARTS, ROWS, D], OF_KEYS)
+        dv = gl.allocate_shared_memory(dtype, [CONSUMERS * V_PARTS, ROWS, V], OF_VALUES)
     return Pipeline(
-        gl.allocate_shared_memory(dtype, [CONSUMERS * PARTS, ROWS, D], OF_KEYS),
-        gl.allocate_shared_memory(dtype, [CONSUMERS * V_PARTS, ROWS, V], OF_VALUES),
+        k, v, dk, dv,
         gl.allocate_shared_memory(dtype, [STAGES * PARTS, BQ, D], OF_ROWS),
         gl.allocate_shared_memory(dtype, [V_STAGES * V_PARTS, BQ, V], OF_DOUT),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BQ], OF_NUMBERS),
@@ -114,7 +124,7 @@ def make_pipeline(
         gl.allocate_shared_memory(gl.int32, [FIELDS + 1, 1], FLAT),
         make_barriers(1, 1), make_barriers(1, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
         make_barriers(V_STAGES, 1), make_barriers(V_STAGES, CONSUMERS),
-        D, PARTS, V, V_PARTS, BQ, STAGES, V_STAGES, DK, DV,
+        D, PARTS, V, V_PARTS, BQ, STAGES, V_STAGES, DK, DV, APART,
     )  # fmt: skip
 
 
@@ -203,10 +213,10 @@ def seen_from(keys, row, runs, BQ: gl.constexpr):
 
 @gluon.jit
 def add_tiles(
-    pipe, sums, places, tiles, span, rows, SCALE: gl.constexpr, CAP: gl.constexpr, MASKED: gl.constexpr,
+    pipe, sums, places, tiles, span, last, rows, SCALE: gl.constexpr, CAP: gl.constexpr, MASKED: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Steps span[0] to span[1] - 1 of one head. rows: the keys, and where each query's runs of keys are."""
+    """Steps span[0] to span[1] - 1 of one head. last: steps of a block whose last head it is, otherwise 0. rows: the keys, and where each query's runs of keys are."""
     dk, dv = sums
     keys, runs = rows
     q_s, q_phase, dout_s, dout_phase = places
@@ -246,6 +256,8 @@ def add_tiles(
                 slope = 1.0 - shares * shares
                 p = gl.where(p != 0.0, p * slope, 0.0) if MASKED else p * slope
             products = warpgroup_mma_wait(pipe.V_PARTS if pipe.DV else 0, deps=[products])
+            if pipe.APART:  # the next block's k and v are loaded beside the rest of the last step
+                mbarrier.arrive(pipe.keys_empty.index(0), count=1, pred=step + 1 == last)
             ds = p * (products - numbers_of(pipe.along, dout_s, BQ))
             if MASKED:  # keys outside may be NaN, and so are their products with dout
                 ds = gl.where(p != 0.0, ds, 0.0)
@@ -282,19 +294,25 @@ def consume(
         masked = left + right
         # The compiler drops the sums of a gradient that is not computed.
         sums = (zero_sums(ROWS, pipe.D, pipe.PARTS), zero_sums(ROWS, pipe.V, pipe.V_PARTS))
-        for _ in range(group):
-            sums, places = add_tiles(pipe, sums, places, tiles, (0, masked), rows, SCALE, CAP, True, WHICH)
-            sums, places = add_tiles(pipe, sums, places, tiles, (masked, steps), rows, SCALE, CAP, False, WHICH)
+        for each in range(group):
+            last = gl.where(each + 1 == group, steps, 0)
+            sums, places = add_tiles(pipe, sums, places, tiles, (0, masked), last, rows, SCALE, CAP, True, WHICH)
+            sums, places = add_tiles(pipe, sums, places, tiles, (masked, steps), last, rows, SCALE, CAP, False, WHICH)
         dk, dv = sums
-        if pipe.DK:
-            store_sums(dk_desc, parts_of(pipe.k, WHICH, pipe.PARTS), dk, FACTOR, None, own, head)
-        if pipe.DV:
-            store_sums(dv_desc, parts_of(pipe.v, WHICH, pipe.V_PARTS), dv, 1.0, None, own, head)
         tma.store_wait(0)
-        mbarrier.arrive(pipe.keys_empty.index(0), count=1)
+        if pipe.DK:
+            store_sums(dk_desc, parts_of(pipe.dk, WHICH, pipe.PARTS), dk, FACTOR, None, own, head)
+        if pipe.DV:
+            store_sums(dv_desc, parts_of(pipe.dv, WHICH, pipe.V_PARTS), dv, 1.0, None, own, head)
+        if pipe.APART:
+            mbarrier.arrive(pipe.keys_empty.index(0), count=1, pred=steps == 0)
+        else:
+            tma.store_wait(0)
+            mbarrier.arrive(pipe.keys_empty.index(0), count=1)
         keys_phase ^= 1
         mbarrier.wait(pipe.keys_full.index(0), keys_phase)
         row, number, left, right, steps, head = read_block(pipe)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -302,11 +320,11 @@ def packed_attention_dkv_kernel(
     q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, first, end, inside, blocks, dk_desc, dv_desc, dk, dv,
     sizes, D: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, V_PARTS: gl.constexpr, BQ: gl.constexpr,
     STAGES: gl.constexpr, V_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FACTOR: gl.constexpr,
-    SECTION: gl.constexpr,
+    SECTION: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     DK: gl.constexpr = dk_desc is not None
     DV: gl.constexpr = dv_desc is not None
-    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, V_PARTS, BQ, STAGES, V_STAGES, DK, DV)
+    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, V_PARTS, BQ, STAGES, V_STAGES, DK, DV, APART)
     group = sizes[2]
     runs = (first, end)
     loads = (pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, blocks, inside, sizes, SECTION)
@@ -342,7 +360,7 @@ def gradients_of_keys(
     boxes_of_numbers = [TensorDescriptor.from_array(x, (1, tiles.bq), layout=flat) for x in numbers[2:]]
     blocks = key_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     scale, cap = scales(spec)
-    early = early_stages("dkv", tiles, (D, V))
+    memory = hopper_memory("dkv", tiles, (D, V))
     gradients = {"dk": (k, (CONSUMER_ROWS, 1, part)), "dv": (v, (CONSUMER_ROWS, 1, value_part))}
 
     def launch(name: str, *made: str) -> tuple[jax.Array, ...]:
@@ -360,8 +378,8 @@ def gradients_of_keys(
             out_type=tuple(out_struct(x.shape, x.dtype, like=x) for x, _ in map(gradients.__getitem__, made)),
             flops=2 * spec.pairs * N * products, sizes=(blocks.shape[0], K, N // K), D=part, PARTS=columns // part,
             V=value_part, V_PARTS=values // value_part, BQ=tiles.bq,
-            STAGES=tiles.stages if "dk" in made else early, V_STAGES=tiles.stages if "dv" in made else early,
-            SCALE=scale, CAP=cap, FACTOR=spec.scale, SECTION=min(max(section(q, dout) * K // N, 1), K),
+            STAGES=tiles.stages if "dk" in made else memory.early, V_STAGES=tiles.stages if "dv" in made else memory.early,
+            SCALE=scale, CAP=cap, FACTOR=spec.scale, SECTION=min(max(section(q, dout) * K // N, 1), K), APART=memory.apart,
             **{each: None for each in gradients if each not in made},
         )  # fmt: skip
 

@@ -47,7 +47,7 @@ from jaxops.ops.packed_attention.parts_triton import (
     store_sums,
     zero_sums,
 )
-from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, early_stages, head_columns
+from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, head_columns, hopper_memory
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, query_blocks
 
 
@@ -67,7 +67,7 @@ def add_tiles(
         mbarrier.wait(pipe.k_full.index(k_s), k_phase)
         scores = start_products(parts_of(pipe.q, own, pipe.PARTS), k)
         mbarrier.wait(pipe.v_full.index(v_s), v_phase)
-        products = start_products(parts_of(pipe.out, own, pipe.V_PARTS), parts_of(pipe.v, v_s, pipe.V_PARTS))
+        products = start_products(parts_of(pipe.dout, own, pipe.V_PARTS), parts_of(pipe.v, v_s, pipe.V_PARTS))
         scores = warpgroup_mma_wait(pipe.V_PARTS, deps=[scores])
         shares = capped(scores, CAP)
         scores = shares * SCALE - lse[:, None]
@@ -79,6 +79,8 @@ def add_tiles(
             p *= 1.0 - shares * shares  # the cap's slope
         products = warpgroup_mma_wait(0, deps=[products])
         mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
+        if pipe.APART:  # the next block's q and dout are loaded beside the rest of the last step
+            mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=step + 1 == tiles[0])
         v_s, v_phase = advance(v_s, v_phase, pipe.V_STAGES)
         ds = as_operand(p * (products - along[:, None]), pipe.k.dtype, pipe.D)
         acc = finish_sums(start_sums(ds, k, acc))
@@ -114,13 +116,15 @@ def consume(
         acc, places = add_tiles(pipe, acc, places, tiles, (0, masked), own, SCALE, CAP, True, WHICH)
         acc, places = add_tiles(pipe, acc, places, tiles, (masked, steps), own, SCALE, CAP, False, WHICH)
         sees = for_sums(first < stop, pipe.D)
-        q = parts_of(pipe.q, WHICH, pipe.PARTS)
-        store_sums(dq_desc, q, acc, FACTOR, sees, row + WHICH * ROWS, head)
         tma.store_wait(0)
-        mbarrier.arrive(pipe.q_empty.index(0), count=1)
+        store_sums(dq_desc, parts_of(pipe.out, WHICH, pipe.PARTS), acc, FACTOR, sees, row + WHICH * ROWS, head)
+        if not pipe.APART:
+            tma.store_wait(0)
+            mbarrier.arrive(pipe.q_empty.index(0), count=1)
         q_phase ^= 1
         mbarrier.wait(pipe.q_full.index(0), q_phase)
         row, least, most, right, masked, head = read_block(pipe)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -128,9 +132,9 @@ def packed_attention_dq_kernel(
     q_desc, k_desc, v_desc, dout_desc, first, end, lse, along, blocks, dq_desc, dq, T, sizes, D: gl.constexpr,
     PARTS: gl.constexpr, V: gl.constexpr, V_PARTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FACTOR: gl.constexpr,
-    SECTION: gl.constexpr,
+    SECTION: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, V_PARTS, BK, STAGES, V_STAGES, CONSUMERS, True)
+    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, V_PARTS, BK, STAGES, V_STAGES, CONSUMERS, APART, True)
     of_rows = (first, end, lse, along)
     gl.warp_specialize([
         (consume, (pipe, dq_desc, of_rows, T, SCALE, CAP, FACTOR, 0)),
@@ -149,6 +153,7 @@ def gradient_of_q(
     block = (CONSUMER_ROWS, 1, part)
     blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     scale, cap = scales(spec)
+    memory = hopper_memory("dq", tiles, (D, V))
     return triton_call(
         row_box(q, part), window_box(k, tiles.bk, part), window_box(v, tiles.bk, value_part), row_box(dout, value_part),
         first, end, lse, along, Scratch(jnp.append(blocks.ravel(), jnp.int32(0))),
@@ -156,7 +161,7 @@ def gradient_of_q(
         kernel=packed_attention_dq_kernel, name="packed_attention_dq", grid=min(cores, blocks.shape[0] * N),
         out_type=out_struct(q.shape, q.dtype, like=q), flops=2 * spec.pairs * N * (2 * D + V), T=T,
         sizes=(blocks.shape[0], N, N // K), D=part, PARTS=columns // part, V=value_part, V_PARTS=values // value_part,
-        BK=tiles.bk, STAGES=tiles.stages, V_STAGES=early_stages("dq", tiles, (D, V)),
+        BK=tiles.bk, STAGES=tiles.stages, V_STAGES=memory.early,
         CONSUMERS=tiles.bq // CONSUMER_ROWS, SCALE=scale, CAP=cap, FACTOR=spec.scale,
-        SECTION=min(N // K * section(k, v), N),
+        SECTION=min(N // K * section(k, v), N), APART=memory.apart,
     )  # fmt: skip

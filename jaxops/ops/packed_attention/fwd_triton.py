@@ -31,7 +31,7 @@ from jaxops._lib.gluon.layouts_triton import accumulator, one_number
 from jaxops._lib.gluon.stores_triton import as_block, tile_layout
 from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
 from jaxops.ops.packed_attention.parts_triton import load_parts, parts_of, start_products
-from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, head_columns, hopper_apart
+from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, head_columns, hopper_memory
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS as _ROWS
 from jaxops.ops.packed_attention.visible import FIELDS as _FIELDS
 from jaxops.ops.packed_attention.visible import query_blocks
@@ -51,7 +51,8 @@ class Pipeline:
     """Shared memory and its synchronisation.
 
     q: [CONSUMERS * PARTS, ROWS, D]. k: [STAGES * PARTS, BK, D]. v: [V_STAGES * V_PARTS, BK, V].
-    out: [CONSUMERS * V_PARTS, ROWS, V]; q's memory where there is no room for both. The backward loads dout into it.
+    dout: the backward's, [CONSUMERS * V_PARTS, ROWS, V]. out: the forward's result, likewise, or dq, as q; without APART
+    in q's memory.
     PARTS, V_PARTS: of D and V columns, which make a head of q and k, and of v: its columns may be no power of two.
     block: what the consumers must know of a block: FIELDS numbers and the head.
     *_full, *_empty: an mbarrier a stage; q has one stage.
@@ -61,6 +62,7 @@ class Pipeline:
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor
     block: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -93,6 +95,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def make_pipeline(
     dtype: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, V_PARTS: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, APART: gl.constexpr,
+    BACKWARD: gl.constexpr,
 ):  # fmt: skip
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     OF_KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, D], dtype)
@@ -100,13 +103,19 @@ def make_pipeline(
     OF_OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(dtype, [CONSUMERS * PARTS, ROWS, D], OF_ROWS)
+    dout = q
+    if BACKWARD:
+        dout = gl.allocate_shared_memory(dtype, [CONSUMERS * V_PARTS, ROWS, V], OF_OUT)
     out = q
-    if APART:
+    if APART and BACKWARD:
+        out = gl.allocate_shared_memory(dtype, [CONSUMERS * PARTS, ROWS, D], OF_ROWS)
+    elif APART:
         out = gl.allocate_shared_memory(dtype, [CONSUMERS * V_PARTS, ROWS, V], OF_OUT)
     return Pipeline(
         q,
         gl.allocate_shared_memory(dtype, [STAGES * PARTS, BK, D], OF_KEYS),
         gl.allocate_shared_memory(dtype, [V_STAGES * V_PARTS, BK, V], OF_VALUES),
+        dout,
         out,
         gl.allocate_shared_memory(gl.int32, [FIELDS + 1, 1], FLAT),
         make_barriers(1, 1), make_barriers(1, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
@@ -199,7 +208,7 @@ def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.
             box = (row + n * ROWS, head)
             load_parts(q_desc, parts_of(pipe.q, n, pipe.PARTS), q_full, box)
             if dout_desc is not None:
-                load_parts(dout_desc, parts_of(pipe.out, n, pipe.V_PARTS), q_full, box)
+                load_parts(dout_desc, parts_of(pipe.dout, n, pipe.V_PARTS), q_full, box)
         steps = steps_of(least, most, BK)
         tiles = (steps, least, most, right)
         for step in range(steps + 1):
@@ -300,6 +309,8 @@ def attend(
         mbarrier.arrive(pipe.order.index((WHICH + 1) % pipe.CONSUMERS), count=1)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
+        if pipe.APART:  # the next block's q is loaded beside the last tile's softmax
+            mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=step + 1 == tiles[0])
         k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
         at, end = tile_of(step, tiles, pipe.BK)
         new, top, total, before = softmax(capped(scores, CAP), top, total, at, end, runs, SCALE, MASKED)
@@ -351,6 +362,8 @@ def consume(
         tiles = (steps, least, most, right)
         scores = warpgroup_mma_wait(0, deps=[start_scores(pipe, k_s, k_phase, WHICH)])
         mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
+        if pipe.APART:
+            mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=steps == 1)
         k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
         scores = capped(scores, CAP)
         top = gl.full([ROWS], NONE, gl.float32, OF_ROW)
@@ -368,8 +381,6 @@ def consume(
         state, places = attend(pipe, state, places, tiles, span, runs, SCALE, CAP, False, WHICH)
         acc, p, top, total = state
         k_s, k_phase, v_s, v_phase, parity = places
-        if pipe.APART:
-            mbarrier.arrive(pipe.q_empty.index(0), count=1)
         mbarrier.wait(pipe.v_full.index(v_s), v_phase)
         acc = warpgroup_mma(p, pipe.v.index(v_s), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -402,7 +413,7 @@ def packed_attention_fwd_kernel(
     PARTS: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     SCALE: gl.constexpr, CAP: gl.constexpr, SECTION: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, 1, BK, STAGES, STAGES, CONSUMERS, APART)
+    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, 1, BK, STAGES, STAGES, CONSUMERS, APART, False)
     loads = (pipe, q_desc, k_desc, v_desc, None, blocks, sizes, SECTION)
     if CONSUMERS == 2:
         gl.warp_specialize([
@@ -470,5 +481,5 @@ def forward_triton(spec: Spec, tiles: Tiles, arrays: Arrays, *, cores: int) -> t
         out_type=(out_struct((T, N, V), q.dtype, like=q), out_struct((N, T), jnp.float32, like=q)),
         flops=2 * spec.pairs * N * (D + V), T=T, sizes=(rows, N, N // K), D=part, PARTS=columns // part,
         V=padded(v), BK=tiles.bk, STAGES=tiles.stages, CONSUMERS=tiles.bq // _ROWS, SCALE=scale, CAP=cap,
-        SECTION=min(N // K * section(k, v), N), APART=hopper_apart((D, V)),
+        SECTION=min(N // K * section(k, v), N), APART=hopper_memory("fwd", tiles, (D, V)).apart,
     )  # fmt: skip

@@ -200,7 +200,7 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
             raise ValueError(f"plan.{pass_name}={tiles}: this needs {needed}.")
         if pass_name == "dq" and tiles.stages < 2:  # v's tile is loaded after the next one of k
             raise ValueError(f"plan.dq={tiles}: this needs at least 2 stages.")
-        if (needed := hopper_bytes(pass_name, tiles, call.problem.widths)) > HOPPER_SHARED_BYTES:
+        if (needed := hopper_memory(pass_name, tiles, call.problem.widths).bytes) > HOPPER_SHARED_BYTES:
             raise ValueError(f"plan.{pass_name}={tiles} needs {needed} bytes of shared memory: use fewer stages.")
     elif tiles.threefold:
         raise ValueError(f"plan.{pass_name}={tiles}: three warp groups are of the Hopper forward, not of this.")
@@ -215,37 +215,46 @@ def head_columns(width: int) -> tuple[int, int]:
     return columns, columns
 
 
-def hopper_apart(widths: tuple[int, int]) -> bool:
-    """Whether there is room for the Hopper forward's result beside q."""
-    return widths[0] <= 192 or widths[1] <= 128
-
-
 def gradients_apart(widths: tuple[int, int]) -> bool:
     """Whether dk and dv have a Hopper launch each: registers have no room for the sums of both."""
     return sum(head_columns(width)[0] for width in widths) > 256
 
 
-def early_stages(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> int:
-    """Stages in the Hopper backward of what a step reads only at its beginning, v for dq, dout for dk and q for dv: one
-    fewer than of the other operand where there is no room."""
-    fits = hopper_bytes(pass_name, tiles, widths, tiles.stages) <= HOPPER_SHARED_BYTES
-    return tiles.stages - (not fits and tiles.stages > 1 and (pass_name == "dq" or gradients_apart(widths)))
+class HopperMemory(NamedTuple):
+    """Shared memory of a Hopper kernel.
+
+    Attributes:
+      bytes: in all, with mbarriers.
+      apart: whether results have memory of their own, so that the next block's operands are loaded before they leave.
+      early: stages of what a step reads only at its beginning: v for dq, dout for dk and q for dv.
+    """
+
+    bytes: int
+    apart: bool
+    early: int
 
 
-def hopper_bytes(pass_name: str, tiles: Tiles, widths: tuple[int, int], early: int | None = None) -> int:
-    """Shared memory of the Hopper kernels: the rows that a program owns, of two arrays (of q alone in the forward of
-    wide heads); the stages of two others, `early_stages` of the one; two float32 numbers for each of dkv's queries;
-    mbarriers."""
+def hopper_memory(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> HopperMemory:
+    """The first way that fits, otherwise the last one: results apart, results in operands' memory, and there with one
+    stage less of what is read early."""
     owned, looped = (tiles.bk, tiles.bq) if pass_name == "dkv" else (tiles.bq, tiles.bk)
-    keys, values = (head_columns(width)[0] for width in widths)
+    (keys, part), (values, _) = map(head_columns, widths)
+    stages, two = tiles.stages, pass_name == "dkv" and gradients_apart(widths)
     if pass_name == "fwd":
-        early, values = tiles.stages, max(16, power_of_2(widths[1]))
-    elif early is None:
-        early = early_stages(pass_name, tiles, widths)
-    own = keys + values if pass_name != "fwd" or hopper_apart(widths) else keys
-    read_early = values if pass_name == "dq" else min(keys, values)
-    staged = tiles.stages * (keys + values) - (tiles.stages - early) * read_early
-    return 2 * (owned * own + looped * staged) + 8 * tiles.stages * looped * (pass_name == "dkv") + 1024
+        values = max(16, power_of_2(widths[1]))
+    operands, results = keys + values * (pass_name != "fwd"), {"fwd": values, "dq": keys, "dkv": keys + values}[pass_name]
+    ways = [] if two else [(True, stages)]
+    if pass_name != "fwd" or part == values:
+        ways += [(False, stages)]
+    if stages > 1 and (two or pass_name == "dq"):
+        ways += [(False, stages - 1)]
+    for apart, early in ways:
+        staged = stages * (keys + values) - (stages - early) * (values if pass_name == "dq" else min(keys, values))
+        numbers = 8 * stages * looped * (pass_name == "dkv")  # lse and along
+        needed = 2 * (owned * (operands + apart * results) + looped * staged) + numbers + 1024
+        if needed <= HOPPER_SHARED_BYTES:
+            break
+    return HopperMemory(needed, apart, early)
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 import jaxops
 from jaxops._lib.arrays.powers import power_of_2
 from jaxops.ops.packed_attention import Plan, Problem, Tiles, make_plan
-from jaxops.ops.packed_attention.plan import head_columns, hopper_bytes
+from jaxops.ops.packed_attention.plan import head_columns, hopper_memory
 from tests.gluon import check, compiled
 from tests.ops.packed_attention.cases import H200
 
@@ -42,11 +42,11 @@ def test_forward(dim, values, tiles, tmp_path):
     of_scores = [f"m64n{tiles.bk}k16.f32.bf16.bf16"] * (head_columns(dim)[0] // 16)
     of_sums = [f"m64n{power_of_2(values)}k16.f32.bf16.bf16"] * (tiles.bk // 16)
     once = [*of_scores, *2 * (of_scores + of_sums), *of_sums]
-    consumers = tiles.bq // 64
+    consumers, memory = tiles.bq // 64, hopper_memory("fwd", tiles, (dim, values)).bytes
     check(
-        kernel, consumers * once, consumers, hopper_bytes("fwd", tiles, (dim, values)), tmp_path, 160 * tiles.threefold
+        kernel, consumers * once, consumers, memory, tmp_path, 160 * tiles.threefold
     )
-    assert kernel.shared > hopper_bytes("fwd", tiles, (dim, values)) - 1024
+    assert kernel.shared > memory - 1024
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,5 @@ def test_backward(dim, values, options, spilled, tmp_path):
         loop += [] if name == "dv" else of(looped, of_values)
         loop += of_values // value_part * of(value_part, looped) if "v" in name else []
         loop += [] if name == "dv" else columns // part * of(part, looped)
-        limit = hopper_bytes("dq" if name == "dq" else "dkv", tiles, (dim, values))
+        limit = hopper_memory("dq" if name == "dq" else "dkv", tiles, (dim, values)).bytes
         check(kernel, 4 * loop, 2, limit, tmp_path, most)

@@ -60,8 +60,9 @@ CONSUMERS = gl.constexpr(2)
 class Pipeline:
     """Shared memory and its synchronisation.
 
-    k, v: [CONSUMERS * PARTS, ROWS, D] and [CONSUMERS * V_PARTS, ROWS, V], of a block. dk, dv: likewise; without APART in
-    their memory. q, dout: [STAGES * PARTS, BQ, D] and [V_STAGES * V_PARTS, BQ, V].
+    k, v: [CONSUMERS * PARTS, ROWS, D] and [CONSUMERS * V_PARTS, ROWS, V], of a block.
+    dk, dv: likewise; without APART in the memory of k and v.
+    q, dout: [STAGES * PARTS, BQ, D] and [V_STAGES * V_PARTS, BQ, V].
     lse, along: [STAGES, 1, BQ] and [V_STAGES, 1, BQ], with q and dout.
     block: what the consumers must know of a block: FIELDS numbers and the head.
     keys_*: an mbarrier for k and v. q_*, dout_*: an mbarrier a stage; with both dk and dv those of q are for dout, too.
@@ -216,7 +217,8 @@ def add_tiles(
     pipe, sums, places, tiles, span, last, rows, SCALE: gl.constexpr, CAP: gl.constexpr, MASKED: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Steps span[0] to span[1] - 1 of one head. last: steps of a block whose last head it is, otherwise 0. rows: the keys, and where each query's runs of keys are."""
+    """Steps span[0] to span[1] - 1 of one head. last: the steps of the block's last head, 0 for the others. rows: the
+    keys, and where each query's runs of keys are."""
     dk, dv = sums
     keys, runs = rows
     q_s, q_phase, dout_s, dout_phase = places
@@ -378,8 +380,9 @@ def gradients_of_keys(
             out_type=tuple(out_struct(x.shape, x.dtype, like=x) for x, _ in map(gradients.__getitem__, made)),
             flops=2 * spec.pairs * N * products, sizes=(blocks.shape[0], K, N // K), D=part, PARTS=columns // part,
             V=value_part, V_PARTS=values // value_part, BQ=tiles.bq,
-            STAGES=tiles.stages if "dk" in made else memory.early, V_STAGES=tiles.stages if "dv" in made else memory.early,
-            SCALE=scale, CAP=cap, FACTOR=spec.scale, SECTION=min(max(section(q, dout) * K // N, 1), K), APART=memory.apart,
+            STAGES=tiles.stages if "dk" in made else memory.early,
+            V_STAGES=tiles.stages if "dv" in made else memory.early, SCALE=scale, CAP=cap, FACTOR=spec.scale,
+            SECTION=min(max(section(q, dout) * K // N, 1), K), APART=memory.apart,
             **{each: None for each in gradients if each not in made},
         )  # fmt: skip
 

@@ -51,8 +51,8 @@ class Pipeline:
     """Shared memory and its synchronisation.
 
     q: [CONSUMERS * PARTS, ROWS, D]. k: [STAGES * PARTS, BK, D]. v: [V_STAGES * V_PARTS, BK, V].
-    dout: the backward's, [CONSUMERS * V_PARTS, ROWS, V]. out: the forward's result, likewise, or dq, as q; without APART
-    in q's memory.
+    dout: the backward's, [CONSUMERS * V_PARTS, ROWS, V]. out: the forward's result, likewise, or dq, as q; without
+    APART in q's memory.
     PARTS, V_PARTS: of D and V columns, which make a head of q and k, and of v: its columns may be no power of two.
     block: what the consumers must know of a block: FIELDS numbers and the head.
     *_full, *_empty: an mbarrier a stage; q has one stage.
@@ -309,8 +309,6 @@ def attend(
         mbarrier.arrive(pipe.order.index((WHICH + 1) % pipe.CONSUMERS), count=1)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
-        if pipe.APART:  # the next block's q is loaded beside the last tile's softmax
-            mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=step + 1 == tiles[0])
         k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
         at, end = tile_of(step, tiles, pipe.BK)
         new, top, total, before = softmax(capped(scores, CAP), top, total, at, end, runs, SCALE, MASKED)
@@ -362,8 +360,6 @@ def consume(
         tiles = (steps, least, most, right)
         scores = warpgroup_mma_wait(0, deps=[start_scores(pipe, k_s, k_phase, WHICH)])
         mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
-        if pipe.APART:
-            mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=steps == 1)
         k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
         scores = capped(scores, CAP)
         top = gl.full([ROWS], NONE, gl.float32, OF_ROW)
@@ -381,6 +377,8 @@ def consume(
         state, places = attend(pipe, state, places, tiles, span, runs, SCALE, CAP, False, WHICH)
         acc, p, top, total = state
         k_s, k_phase, v_s, v_phase, parity = places
+        if pipe.APART:
+            mbarrier.arrive(pipe.q_empty.index(0), count=1)
         mbarrier.wait(pipe.v_full.index(v_s), v_phase)
         acc = warpgroup_mma(p, pipe.v.index(v_s), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])

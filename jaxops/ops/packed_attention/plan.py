@@ -209,8 +209,9 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
 
 def head_columns(width: int) -> tuple[int, int]:
     """Columns of a head in the Hopper kernels' shared memory, and of its parts. The forward's v has one part."""
-    if 128 < width <= 192:
-        return 192, 64
+    for columns, part in ((96, 32), (192, 64)):
+        if 2 * columns // 3 < width <= columns:
+            return columns, part
     columns = max(16, power_of_2(width))
     return columns, columns
 
@@ -235,14 +236,15 @@ class HopperMemory(NamedTuple):
 
 
 def hopper_memory(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> HopperMemory:
-    """The first way that fits, otherwise the last one: results apart, results in operands' memory, and there with one
-    stage less of what is read early."""
+    """The first that fits, otherwise the last one: results apart, results in the operands' memory, and these with one
+    early stage less."""
     owned, looped = (tiles.bk, tiles.bq) if pass_name == "dkv" else (tiles.bq, tiles.bk)
     (keys, part), (values, _) = map(head_columns, widths)
     stages, two = tiles.stages, pass_name == "dkv" and gradients_apart(widths)
     if pass_name == "fwd":
         values = max(16, power_of_2(widths[1]))
-    operands, results = keys + values * (pass_name != "fwd"), {"fwd": values, "dq": keys, "dkv": keys + values}[pass_name]
+    operands = keys if pass_name == "fwd" else keys + values
+    results = {"fwd": values, "dq": keys, "dkv": keys + values}[pass_name]
     ways = [] if two else [(True, stages)]
     if pass_name != "fwd" or part == values:
         ways += [(False, stages)]

@@ -26,6 +26,7 @@ from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.stores_triton import tile_layout
 from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, opaque, start_fetch_add
 from jaxops.ops.packed_attention.fwd_triton import (
+    CONSUMERS,
     FIELDS,
     LOW,
     ROWS,
@@ -52,8 +53,6 @@ from jaxops.ops.packed_attention.parts_triton import (
 )
 from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, gradients_apart, head_columns, hopper_memory
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, key_blocks
-
-CONSUMERS = gl.constexpr(2)
 
 
 @gluon.aggregate

@@ -131,10 +131,10 @@ def consume(
 def packed_attention_dq_kernel(
     q_desc, k_desc, v_desc, dout_desc, first, end, lse, along, blocks, dq_desc, dq, T, sizes, D: gl.constexpr,
     PARTS: gl.constexpr, V: gl.constexpr, V_PARTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FACTOR: gl.constexpr,
+    V_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FACTOR: gl.constexpr,
     SECTION: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, V_PARTS, BK, STAGES, V_STAGES, CONSUMERS, APART, True)
+    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, V_PARTS, BK, STAGES, V_STAGES, APART, True)
     of_rows = (first, end, lse, along)
     gl.warp_specialize([
         (consume, (pipe, dq_desc, of_rows, T, SCALE, CAP, FACTOR, 0)),
@@ -162,6 +162,6 @@ def gradient_of_q(
         out_type=out_struct(q.shape, q.dtype, like=q), flops=2 * spec.pairs * N * (2 * D + V), T=T,
         sizes=(blocks.shape[0], N, N // K), D=part, PARTS=columns // part, V=value_part, V_PARTS=values // value_part,
         BK=tiles.bk, STAGES=tiles.stages, V_STAGES=memory.early,
-        CONSUMERS=tiles.bq // CONSUMER_ROWS, SCALE=scale, CAP=cap, FACTOR=spec.scale,
+        SCALE=scale, CAP=cap, FACTOR=spec.scale,
         SECTION=min(N // K * section(k, v), N), APART=memory.apart,
     )  # fmt: skip

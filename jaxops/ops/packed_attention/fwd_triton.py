@@ -1,7 +1,7 @@
 """The forward pass on Hopper, in Gluon: FlashAttention-3's schedule (Shah et al. 2024, arXiv:2407.08608).
 
 A persistent kernel. A program takes blocks of query rows of one head, the longest first. One producer warp loads q, and
-the tiles of k and v into a pipeline of stages each, by TMA. Two or three consumer warp groups have 64 of the rows each.
+the tiles of k and v into a pipeline of stages each, by TMA. Two consumer warp groups have 64 of the rows each.
 While the softmax of a step runs, the last tile's probabilities, from registers, are multiplied with v. The groups issue
 their products in turn, so that one's softmax runs beside the others' products.
 
@@ -39,6 +39,7 @@ from jaxops.ops.packed_attention.xla import EXACT_BELOW
 
 LOG2_E = 1.4426950408889634  # the GPU has 2 ** x, not e ** x
 ROWS, FIELDS = gl.constexpr(_ROWS), gl.constexpr(_FIELDS)
+CONSUMERS = gl.constexpr(2)
 LOG2 = gl.constexpr(LOG2_E)
 EXACT = gl.constexpr(LOG2_E * EXACT_BELOW)
 # The largest score before the first one: with -inf, rows without keys are NaN.
@@ -79,7 +80,6 @@ class Pipeline:
     BK: gl.constexpr
     STAGES: gl.constexpr
     V_STAGES: gl.constexpr
-    CONSUMERS: gl.constexpr
     APART: gl.constexpr
 
 
@@ -94,8 +94,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def make_pipeline(
     dtype: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, V_PARTS: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, APART: gl.constexpr,
-    BACKWARD: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, APART: gl.constexpr, BACKWARD: gl.constexpr,
 ):  # fmt: skip
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     OF_KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, D], dtype)
@@ -120,7 +119,7 @@ def make_pipeline(
         gl.allocate_shared_memory(gl.int32, [FIELDS + 1, 1], FLAT),
         make_barriers(1, 1), make_barriers(1, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
         make_barriers(V_STAGES, 1), make_barriers(V_STAGES, CONSUMERS), make_barriers(CONSUMERS, 1),
-        D, PARTS, V, V_PARTS, BK, STAGES, V_STAGES, CONSUMERS, APART,
+        D, PARTS, V, V_PARTS, BK, STAGES, V_STAGES, APART,
     )  # fmt: skip
 
 
@@ -200,11 +199,11 @@ def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.
         write_block(pipe, values)
         q_full = pipe.q_full.index(0)
         if dout_desc is None:
-            mbarrier.expect(q_full, pipe.CONSUMERS * pipe.PARTS * q_desc.nbytes_per_cta)
+            mbarrier.expect(q_full, CONSUMERS * pipe.PARTS * q_desc.nbytes_per_cta)
         else:
             OF_ROWS: gl.constexpr = pipe.PARTS * q_desc.nbytes_per_cta + pipe.V_PARTS * dout_desc.nbytes_per_cta
-            mbarrier.expect(q_full, pipe.CONSUMERS * OF_ROWS)
-        for n in gl.static_range(pipe.CONSUMERS):
+            mbarrier.expect(q_full, CONSUMERS * OF_ROWS)
+        for n in gl.static_range(CONSUMERS):
             box = (row + n * ROWS, head)
             load_parts(q_desc, parts_of(pipe.q, n, pipe.PARTS), q_full, box)
             if dout_desc is not None:
@@ -306,7 +305,7 @@ def attend(
         scores = start_scores(pipe, k_s, k_phase, WHICH)
         mbarrier.wait(pipe.v_full.index(v_s), v_phase)
         acc = warpgroup_mma(p, pipe.v.index(v_s), acc, is_async=True)
-        mbarrier.arrive(pipe.order.index((WHICH + 1) % pipe.CONSUMERS), count=1)
+        mbarrier.arrive(pipe.order.index((WHICH + 1) % CONSUMERS), count=1)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
         k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
@@ -347,7 +346,7 @@ def consume(
     v_phase = 0
     q_phase = 0
     parity = 0
-    if WHICH == pipe.CONSUMERS - 1:  # the first one begins
+    if WHICH == CONSUMERS - 1:  # the first one begins
         mbarrier.arrive(pipe.order.index(0), count=1)
     mbarrier.wait(pipe.q_full.index(0), q_phase)
     row, least, most, right, masked, head = read_block(pipe)
@@ -408,24 +407,16 @@ def consume(
 @gluon.jit
 def packed_attention_fwd_kernel(
     q_desc, k_desc, v_desc, first, end, sinks, blocks, out_desc, out, lse, T, sizes, D: gl.constexpr,
-    PARTS: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    PARTS: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     SCALE: gl.constexpr, CAP: gl.constexpr, SECTION: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, 1, BK, STAGES, STAGES, CONSUMERS, APART, False)
+    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, 1, BK, STAGES, STAGES, APART, False)
     loads = (pipe, q_desc, k_desc, v_desc, None, blocks, sizes, SECTION)
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 0)),
-            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 1)),
-            (produce, loads),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 0)),
-            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 1)),
-            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 2)),
-            (produce, loads),
-        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    gl.warp_specialize([
+        (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 0)),
+        (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 1)),
+        (produce, loads),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 _L2_BYTES = 2**25  # of keys and values of a section of heads: two thirds of L2
@@ -478,6 +469,6 @@ def forward_triton(spec: Spec, tiles: Tiles, arrays: Arrays, *, cores: int) -> t
         kernel=packed_attention_fwd_kernel, name="packed_attention_fwd", grid=min(cores, rows * N),
         out_type=(out_struct((T, N, V), q.dtype, like=q), out_struct((N, T), jnp.float32, like=q)),
         flops=2 * spec.pairs * N * (D + V), T=T, sizes=(rows, N, N // K), D=part, PARTS=columns // part,
-        V=padded(v), BK=tiles.bk, STAGES=tiles.stages, CONSUMERS=tiles.bq // _ROWS, SCALE=scale, CAP=cap,
+        V=padded(v), BK=tiles.bk, STAGES=tiles.stages, SCALE=scale, CAP=cap,
         SECTION=min(N // K * section(k, v), N), APART=hopper_memory("fwd", tiles, (D, V)).apart,
     )  # fmt: skip

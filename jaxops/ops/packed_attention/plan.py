@@ -65,9 +65,9 @@ class Tiles:
     """How one pass of the kernels is cut into programs.
 
     Attributes:
-      bq: rows of queries in a step; a program of fwd and dq owns as many. Of "triton" 128, or 192 with 12 warps.
+      bq: rows of queries in a step; a program of fwd and dq owns as many. Of "triton" 128.
       bk: rows of keys in a step; a program of dkv owns as many. Both are else powers of two, at least 16.
-      warps: warps a program (1, 2, 4 or 8). Of "triton" 8, or 12, beside the producer's.
+      warps: warps a program (1, 2, 4 or 8). Of "triton" 8, beside the producer's.
       stages: pipeline stages of the loop over the other operand's blocks.
     """
 
@@ -77,16 +77,9 @@ class Tiles:
     stages: int = 2
 
     def __post_init__(self):
-        check_fields(self, "bk", power_of_2=True, least=16)
-        if not self.threefold:
-            check_fields(self, "bq", power_of_2=True, least=16)
-            check_fields(self, "warps", power_of_2=True, most=8)
+        check_fields(self, "bq", "bk", power_of_2=True, least=16)
+        check_fields(self, "warps", power_of_2=True, most=8)
         check_fields(self, "stages")
-
-    @property
-    def threefold(self) -> bool:
-        """Whether three warp groups have 64 rows each, which only the Hopper forward has."""
-        return (self.bq, self.warps) == (192, 12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +150,6 @@ def _cudnn_cannot(p: Problem, device: Device) -> str:
 
 
 _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
-HOPPER_THREEFOLD = 64  # of the Hopper forward with three warp groups, which have 160 registers a thread
 
 
 def _triton_cannot(p: Problem) -> str:
@@ -193,17 +185,14 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
     if call.backend == "triton":
         most = 64 if max(call.problem.widths) > 128 else 128  # columns of scores in registers, beside those of the sums
         owned, looped, names = (tiles.bk, tiles.bq, "bk bq") if pass_name == "dkv" else (tiles.bq, tiles.bk, "bq bk")
-        three = pass_name == "fwd" and max(call.problem.widths) <= HOPPER_THREEFOLD
-        if not ((owned, tiles.warps) == (128, 8) or (three and tiles.threefold)) or not 64 <= looped <= most:
+        if (owned, tiles.warps) != (128, 8) or not 64 <= looped <= most:
             own, other = names.split()
-            needed = f"{own}=128 and warps=8{' (or 192 and 12)' if three else ''}, and {other} from 64 to {most}"
+            needed = f"{own}=128 and warps=8, and {other} from 64 to {most}"
             raise ValueError(f"plan.{pass_name}={tiles}: this needs {needed}.")
         if pass_name == "dq" and tiles.stages < 2:  # v's tile is loaded after the next one of k
             raise ValueError(f"plan.dq={tiles}: this needs at least 2 stages.")
         if (needed := hopper_memory(pass_name, tiles, call.problem.widths).bytes) > HOPPER_SHARED_BYTES:
             raise ValueError(f"plan.{pass_name}={tiles} needs {needed} bytes of shared memory: use fewer stages.")
-    elif tiles.threefold:
-        raise ValueError(f"plan.{pass_name}={tiles}: three warp groups are of the Hopper forward, not of this.")
     return tiles
 
 
@@ -296,9 +285,7 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
             return Tiles(64, 128, 8, stages) if wide or problem.soft_cap else Tiles(128, 128, 8, 2)
         if pass_name == "dq":
             return Tiles(128, 64, 8, stages)
-        if max(problem.widths) > 128:
-            return Tiles(128, 64, 8, 2)
-        return Tiles(128, 128, 8, 2) if wide or problem.soft_cap else Tiles(192, 128, 12, 3)
+        return Tiles(128, 64 if max(problem.widths) > 128 else 128, 8, 2)
     if not half:
         tiles = Tiles(64, 32, 8, 2)
     elif pass_name == "dkv":

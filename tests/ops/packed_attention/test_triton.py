@@ -28,13 +28,12 @@ def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
         (128, 128, Tiles(128, 128, 8, 2)),
         (128, 128, Tiles(128, 64, 8, 4)),
         (96, 96, Tiles(128, 128, 8, 2)),
-        (64, 64, Tiles(192, 128, 12, 3)),
-        (16, 16, Tiles(192, 128, 12, 3)),
+        (64, 64, Tiles(128, 128, 8, 2)),
+        (16, 16, Tiles(128, 128, 8, 2)),
     ],
 )
 def test_forward(dim, values, tiles, tmp_path):
-    """The consumers multiply for scores and for sums at a block's ends and in each of two loops. Three of them have 160
-    registers a thread, and spill a little: still 11 % faster than two (H200, 2026-11-29)."""
+    """The consumers multiply for scores and for sums at a block's ends and in each of two loops."""
     plan = Plan("triton", fwd=tiles)
     call = lambda q, k, v, offsets: jaxops.packed_attention(q, k, v, offsets, causal=True, plan=plan)
     keys = shape(1000, 2, dim), shape(1000, 2, values)
@@ -42,8 +41,8 @@ def test_forward(dim, values, tiles, tmp_path):
     of_scores = [f"m64n{tiles.bk}k16.f32.bf16.bf16"] * (head_columns(dim)[0] // 16)
     of_sums = [f"m64n{power_of_2(values)}k16.f32.bf16.bf16"] * (tiles.bk // 16)
     once = [*of_scores, *2 * (of_scores + of_sums), *of_sums]
-    consumers, memory = tiles.bq // 64, hopper_memory("fwd", tiles, (dim, values)).bytes
-    check(kernel, consumers * once, consumers, memory, tmp_path, 160 * tiles.threefold)
+    memory = hopper_memory("fwd", tiles, (dim, values)).bytes
+    check(kernel, 2 * once, 2, memory, tmp_path)
     assert kernel.shared > memory - 1024
 
 
@@ -53,7 +52,7 @@ def test_forward(dim, values, tiles, tmp_path):
         (128, 128, {}, [0, 0]),
         (64, 64, {}, [0, 32]),
         (128, 64, {}, [0, 0]),
-        (96, 96, {}, [16, 0]),
+        (96, 96, {}, [16, 12]),
         (128, 128, {"soft_cap": 50.0}, [0, 120]),
         (192, 64, {}, [0, 0]),
         (192, 128, {}, [0, 0, 0]),

@@ -239,13 +239,13 @@ def hopper_memory(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> Hopp
         ways += [(False, stages)]
     if stages > 1 and (two or pass_name == "dq"):
         ways += [(False, stages - 1)]
+    found = []
     for apart, early in ways:
         staged = stages * (keys + values) - (stages - early) * (values if pass_name == "dq" else min(keys, values))
         numbers = 8 * stages * looped * (pass_name == "dkv")  # lse and along
         needed = 2 * (owned * (operands + apart * results) + looped * staged) + numbers + 1024
-        if needed <= HOPPER_SHARED_BYTES:
-            break
-    return HopperMemory(needed, apart, early)
+        found.append(HopperMemory(needed, apart, early))
+    return next((memory for memory in found if memory.bytes <= HOPPER_SHARED_BYTES), found[-1])
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:

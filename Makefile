@@ -16,6 +16,10 @@ with_cuda := $(if $(CUDA),$(comma)$(CUDA))
 help:  ## print these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# glibc's malloc then asks Linux for large pages. XLA takes a step's temporaries anew at each call, and the kernel clears
+# them page by page.
+demo demo-dit demo-mm: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+
 demo: $(VENV)/.has-models$(with_cuda)  ## train a small mixture-of-experts language model
 	$(BIN)/python -m models.train lm $(ARGS)
 

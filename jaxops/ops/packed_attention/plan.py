@@ -68,7 +68,7 @@ class Tiles:
       bq: rows of queries in a step; a program of fwd and dq owns as many. Of "triton" 128.
       bk: rows of keys in a step; a program of dkv owns as many. Both are else powers of two, at least 16.
       warps: warps a program (1, 2, 4 or 8). Of "triton" 8, beside the producer's.
-      stages: pipeline stages of the loop over the other operand's blocks.
+      stages: pipeline stages of the loop over the other operand's blocks; of "triton"'s dq at least 2.
     """
 
     bq: int

@@ -16,8 +16,7 @@ with_cuda := $(if $(CUDA),$(comma)$(CUDA))
 help:  ## print these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# glibc's malloc then asks Linux for large pages. XLA takes a step's temporaries anew at each call, and the kernel clears
-# them page by page.
+# Large pages for malloc: XLA allocates a step's temporaries at each call, and Linux zeroes them page by page.
 demo demo-dit demo-mm: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 demo: $(VENV)/.has-models$(with_cuda)  ## train a small mixture-of-experts language model

@@ -124,8 +124,8 @@ def linear_cross_entropy(
     weights = jnp.where(counts, 1 if weights is None else weights, 0).astype(jnp.float32)
     total = jnp.sum(weights) if reduction == "mean" else jnp.float32(1)
     total = jnp.where(total == 0, 1, total)
-    # Divided before the gradients are made, which else are read and written again. Gradients of logits in float16 would
-    # be zero.
+    # Before the gradients are made: a division behind them reads and writes w's gradient once more. In float16 it stays
+    # behind them, since gradients of logits that are divided first would underflow to zero.
     early = compute != jnp.float16
     weights = weights / total if early else weights
     loss: Any = _weighted(spec, *vary_together(x, w, bias, targets, weights, index)[:-1])

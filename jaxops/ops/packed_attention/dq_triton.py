@@ -161,7 +161,6 @@ def gradient_of_q(
         kernel=packed_attention_dq_kernel, name="packed_attention_dq", grid=min(cores, blocks.shape[0] * N),
         out_type=out_struct(q.shape, q.dtype, like=q), flops=2 * spec.pairs * N * (2 * D + V), T=T,
         sizes=(blocks.shape[0], N, N // K), D=part, PARTS=columns // part, V=value_part, V_PARTS=values // value_part,
-        BK=tiles.bk, STAGES=tiles.stages, V_STAGES=memory.early,
-        SCALE=scale, CAP=cap, FACTOR=spec.scale,
+        BK=tiles.bk, STAGES=tiles.stages, V_STAGES=memory.early, SCALE=scale, CAP=cap, FACTOR=spec.scale,
         SECTION=min(N // K * section(k, v), N), APART=memory.apart,
     )  # fmt: skip

@@ -197,7 +197,8 @@ def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
 
 
 def head_columns(width: int) -> tuple[int, int]:
-    """Columns of a head in the Hopper kernels' shared memory, and of its parts. The forward's v has one part."""
+    """Columns of a head in the Hopper kernels' shared memory, and of its parts, each a power of two: three where
+    a quarter or more of one would be zeros. The forward's v has one part."""
     for columns, part in ((96, 32), (192, 64)):
         if 2 * columns // 3 < width <= columns:
             return columns, part

@@ -213,7 +213,7 @@ def test_plans():
         assert make_plan(dataclasses.replace(problem, **change), H200).backend == "triton"
     for change in ({"dtype": "float32"}, {"head_dim": 264}, {"head_dim": 12}):
         assert make_plan(dataclasses.replace(problem, **change), H200).backend == "xla"
-    for dim, values in itertools.product((8, 64, 136, 192, 200, 256), repeat=2):  # all fit
+    for dim, values in itertools.product((8, 64, 96, 136, 192, 200, 256), repeat=2):  # all fit
         make_plan(dataclasses.replace(problem, head_dim=dim, value_dim=values), H200, backend="triton")
     wide = dataclasses.replace(problem, head_dim=256)
     with pytest.raises(ValueError, match="297472 bytes of shared memory: use fewer stages"):

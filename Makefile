@@ -16,6 +16,9 @@ with_cuda := $(if $(CUDA),$(comma)$(CUDA))
 help:  ## print these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# Large pages for malloc: XLA allocates a step's temporaries at each call, and Linux zeroes them page by page.
+demo demo-dit demo-mm: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+
 demo: $(VENV)/.has-models$(with_cuda)  ## train a small mixture-of-experts language model
 	$(BIN)/python -m models.train lm $(ARGS)
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy, compiler_options, scan
-from models.distributed.mesh import ONCE, SHARDS
+from models.distributed.mesh import ONCE, SHARDS, whole_layers
 
 # Attention costs most to recompute for its bytes, and more in longer contexts; everything else is recomputed from the
 # layer's input.
@@ -26,17 +26,10 @@ def stacked(make: Callable[[nnx.Rngs], Layer], layers: int, rngs: nnx.Rngs) -> L
 
 
 def apply_layers(
-    stacks: Sequence[Layer],
-    call: Callable[[Layer, jax.Array, Any], tuple[jax.Array, Any]],
-    x: jax.Array,
-    *,
-    layers: Sequence[Sequence[int]],
-    each: Sequence[Any],
-    policy: Policy | None,
-    unroll: bool,
-    training: bool,
+    stacks: Sequence[Layer], call: Callable[[Layer, jax.Array, Any], tuple[jax.Array, Any]], x: jax.Array, *,
+    layers: Sequence[Sequence[int]], each: Sequence[Any], policy: Policy | None, unroll: bool, training: bool,
     whole: Sequence[Callable[..., nnx.State]] | None = None,
-) -> tuple[jax.Array, tuple[Any, ...]]:
+) -> tuple[jax.Array, tuple[Any, ...]]:  # fmt: skip
     """x through all layers, and the layers' other results, stacked for each stack.
 
     Args:
@@ -80,6 +73,12 @@ def apply_layers(
     return x, tuple(out for out, _ in joined)
 
 
+def options_of(model: Any, *stacks: str) -> dict[str, Any]:
+    """The options of `apply_layers` that a model and the names of its stacks give."""
+    c, whole = model.config, whole_layers(model, *stacks)
+    return {"policy": c.policy, "unroll": c.unroll, "training": not model.use_running_average, "whole": whole}
+
+
 def _runs(layers: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
     """(number of the stack, its layers) for each run of layers of one stack, in order."""
     of = {layer: number for number, some in enumerate(layers) for layer in some}
@@ -95,14 +94,9 @@ def _cut(tree: Any, sizes: list[int]) -> list[Any]:
 
 
 def _run(
-    graphdef: nnx.GraphDef,
-    call: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
-    x: jax.Array,
-    stack: Any,
-    policy: Policy | None,
-    unroll: bool,
-    gathers: Callable[..., nnx.State] | None,
-) -> tuple[jax.Array, tuple[Any, nnx.State]]:
+    graphdef: nnx.GraphDef, call: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]], x: jax.Array, stack: Any,
+    policy: Policy | None, unroll: bool, gathers: Callable[..., nnx.State] | None,
+) -> tuple[jax.Array, tuple[Any, nnx.State]]:  # fmt: skip
     once = () if not unroll else SHARDS if policy is None else ONCE
     inner = tuple(axis for axis in SHARDS if axis not in once)
 
@@ -137,7 +131,7 @@ def _unstacked(stack: jax.Array) -> Any:
     """A stack's layers. The gradient of `jnp.unstack` is one concatenation; indexing would add a stack a layer."""
     parts = jnp.unstack(stack)
     # XLA fuses a vector's slice into the kernels that read the vector, and with it the number of the layer: then layers
-    # share no kernel. `lm 3b` has 318 kernels of XLA's so, 127 without.
+    # share no kernel. Of `lm 3b`'s 318 fusions that differ, 191 differ in nothing else.
     return jax.lax.optimization_barrier(parts) if stack.ndim <= 2 else parts
 
 
@@ -176,9 +170,5 @@ def options_for(policy: Policy | None, mesh: Mesh | None = None) -> dict[str, An
 def remark(policy: Policy | None) -> str:
     """The line about the policy, with its line break; empty for a policy that moves nothing."""
     names = ", ".join(_offloaded(policy))
-    if not names:
-        return ""
-    what = f"offload: {names} to the host's memory"
-    return (
-        f"{what}\n" if jax.default_backend() == "gpu" else f"{what}, which is this machine's only one: nothing moves\n"
-    )
+    only = "" if jax.default_backend() == "gpu" else ", which is this machine's only one: nothing moves"
+    return f"offload: {names} to the host's memory{only}\n" if names else ""

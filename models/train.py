@@ -33,9 +33,8 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if ended.code and jax.process_count() == 1:
-            os._exit(
-                ended.code if isinstance(ended.code, int) else 1
-            )  # what a failed write has left behind would print as Python ends
+            # What a failed write has left behind would print as Python ends.
+            os._exit(ended.code if isinstance(ended.code, int) else 1)
         raise
 
 

@@ -59,13 +59,15 @@ class Worker(torch_process.Worker):
         return call
 
     def _errors(self, results: list, offsets: np.ndarray, causal: bool) -> tuple[float, float]:
-        """Of the shortest nonempty sequence, head by head, against float32."""
+        """Of the shortest nonempty sequence, against float32, as checks.attention_errors: a row is a token with all its
+        heads, and an error counts over at least the RMS of all rows."""
         torch, worst, lengths = self.torch, Worst(), np.diff(offsets)
         shortest = int(np.argmin(np.where(lengths > 0, lengths, lengths.max() + 1)))
         mine = slice(int(offsets[shortest]), int(offsets[shortest + 1]))
         q, k, v, dout = (self.tensors[name][mine].detach().float() for name in _NAMES)
         (_, N, H), K = q.shape, k.shape[1]
         after = torch.ones(q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).triu(1)
+        wanted = []  # of each head of keys
         for head in range(K):
             shared = slice(head * (N // K), (head + 1) * (N // K))
             qkv = [x.clone().requires_grad_() for x in (q[:, shared], k[:, head], v[:, head])]
@@ -74,8 +76,8 @@ class Worker(torch_process.Worker):
                 logits = qkv[0][:, i] @ qkv[1].T * H**-0.5
                 outs.append((logits.masked_fill(after, float("-inf")) if causal else logits).softmax(-1) @ qkv[2])
             out = torch.stack(outs, 1)
-            wanted = [out, *torch.autograd.grad(out, qkv, dout[:, shared])]
-            parts = [shared, shared, head, head]
-            for result, part, want in zip(results, parts, wanted[: len(results)], strict=False):
-                worst.see(result[mine][:, part], want.detach())
+            wanted.append([out.detach(), *torch.autograd.grad(out, qkv, dout[:, shared])])
+        for result, of_heads in zip(results, zip(*wanted, strict=True), strict=False):
+            want = torch.stack(of_heads, 1).flatten(1)
+            worst.see(result[mine].flatten(1), want, least=want.square().mean().sqrt().item())
         return worst.errors

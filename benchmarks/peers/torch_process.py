@@ -153,10 +153,11 @@ class Worst:
     def __init__(self):
         self.errors = (0.0, 0.0)
 
-    def see(self, got, want) -> None:
-        """got and want: a row, or rows along the first axis; want in float32."""
+    def see(self, got, want, *, least: float = 0.0) -> None:
+        """got and want: a row, or rows along the first axis; want in float32. An error counts over at least `least`."""
         diff = got.float() - want
-        rms, max_err, rms_err = want.square().mean(-1).sqrt(), diff.abs().amax(-1), diff.square().mean(-1).sqrt()
+        rms = want.square().mean(-1).sqrt().clamp(min=least)
+        max_err, rms_err = diff.abs().amax(-1), diff.square().mean(-1).sqrt()
         # Infinite for a nonzero row that must be 0; zero for one that is 0.
         relative = [
             (error / rms).where(rms > 0, error.where(error == 0, float("inf"))).nan_to_num(float("inf"), float("inf"))

@@ -33,12 +33,7 @@ Span = tuple[int, int]
 
 
 class Conversation(NamedTuple):
-    """Messages of "role" and "content".
-
-    Attributes:
-      tools: descriptions of functions for the template, or None.
-      source: its name in errors.
-    """
+    """Messages of "role" and "content", descriptions of functions for the template, and a name for errors."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
@@ -46,11 +41,7 @@ class Conversation(NamedTuple):
 
 
 def conversation(line: dict[str, Any], source: str) -> Conversation:
-    """Of a line of data with "messages", and perhaps "tools".
-
-    Raises:
-      ValueError: no list of messages, an empty one, an unknown role, or a content that is no text.
-    """
+    """Of a line of data with "messages", and perhaps "tools"."""
     messages, tools = line["messages"], line.get("tools")
 
     def needs(holds: Any, what: str, given: Any, needed: str) -> None:
@@ -72,11 +63,9 @@ def conversation(line: dict[str, Any], source: str) -> Conversation:
 
 
 class Rendered(NamedTuple):
-    """A conversation as text.
+    """A conversation as text, and the characters [start, end) of the assistant's words.
 
-    Attributes:
-      spans: the characters [start, end) of the assistant's words.
-      by_marks: whether the template says where they are. Otherwise a span may end with white space between two turns.
+    Unless the template says where they are, by_marks, a span may end with white space between two turns.
     """
 
     text: str
@@ -112,16 +101,12 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 class ChatTemplate:
-    """A chat template.
+    """A chat template, of its source in Jinja.
 
     Args:
-      source: of the template, in Jinja.
       tokens: the names that it may use for special tokens, such as bos_token.
       file: its name in errors.
       now: the time that it sees, by default that of this call: one time for all that it renders.
-
-    Raises:
-      ValueError: the source cannot be parsed.
     """
 
     def __init__(self, source: str, tokens: dict[str, str], file: str, now: datetime.datetime | None = None):
@@ -139,14 +124,7 @@ class ChatTemplate:
             raise ValueError(f"{file}: the chat template cannot be parsed: {error}") from error
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, tools: Any = None) -> str:
-        """The text of a conversation.
-
-        Args:
-          prompt: whether what begins an answer is added.
-
-        Raises:
-          ValueError: the template fails, or refuses these messages; as of `check_text`.
-        """
+        """The text of a conversation; prompt: whether what begins an answer is added."""
         given = {"messages": [_with_reasoning(message) for message in messages], "tools": tools, "documents": None}
         try:
             text = self._template.render(**given, add_generation_prompt=prompt, **self._tokens)
@@ -214,14 +192,7 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def template_of(folder: pathlib.Path, now: datetime.datetime | None = None) -> ChatTemplate:
-    """The chat template of a checkpoint: its chat_template.jinja, or "chat_template" in its tokenizer_config.json.
-
-    Args:
-      now: as of `ChatTemplate`.
-
-    Raises:
-      ValueError: there is none, or none that is called default, or it cannot be parsed.
-    """
+    """The chat template of a checkpoint: its chat_template.jinja, or "chat_template" in its tokenizer_config.json."""
     file, beside = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     config = read_json(file) if file.exists() else {}
     source, where = config.get("chat_template"), file

@@ -20,11 +20,6 @@ def captions_of(digit: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-@functools.cache
-def _digits() -> dict[str, int]:
-    return {caption: digit for digit in range(10) for caption in captions_of(digit)}
-
-
 def digit_in(caption: str) -> int | None:
     """The digit that a caption of `captions_of` names; None for any other text."""
-    return _digits().get(caption)
+    return next((digit for digit in range(10) if caption in captions_of(digit)), None)

@@ -28,10 +28,7 @@ BITS, PHOTOMETRIC, SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF
 
 
 def check_colour(background: str) -> None:
-    """
-    Raises:
-      ValueError: no colour that Pillow knows.
-    """
+    """Raises a ValueError for what Pillow does not know as a colour."""
     try:
         ImageColor.getcolor(background, "RGB")
     except ValueError:
@@ -41,15 +38,7 @@ def check_colour(background: str) -> None:
 
 
 def find_images(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files below a folder with a suffix that Pillow reads, and what else is there, both in sorted order.
-
-    Links are followed; a folder that is found again is read once. Hidden files, and what is in hidden folders, are no
-    images.
-
-    Raises:
-      OSError: a folder that cannot be read.
-      ValueError: a link to nothing, or an image that is no regular file.
-    """
+    """The files below a folder with a suffix that Pillow reads, and what else is there, such as hidden files."""
     known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     images, others = [], []
     for path in below(folder):
@@ -64,28 +53,18 @@ def find_images(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def skipped(others: Sequence[Path], empty: Sequence[str] = ()) -> str:
     """A line about what is not read beside images, and about folders without images, or ""."""
-    kinds = Counter(
-        "hidden"
-        if path.name.startswith(".")
-        else "folders found again"
-        if path.is_dir()
-        else path.suffix.lower() or "without a suffix"
-        for path in others
-    )
+    kind = lambda path: "folders found again" if path.is_dir() else path.suffix.lower() or "without a suffix"
+    kinds = Counter("hidden" if path.name.startswith(".") else kind(path) for path in others)
     parts = [f"not read: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"] if kinds else []
     parts += [f"no images in {', '.join(empty)}"] if empty else []
     return "; ".join(parts)
 
 
 def fitting_grid(height: int, width: int, patch: int, longest: int) -> tuple[int, int]:
-    """Rows and columns of patches of the largest picture within height by width pixels and `longest` tokens.
-
-    It has nearly their aspect ratio.
-    """
+    """Rows and columns of patches of the largest picture of `longest` tokens with nearly this aspect ratio."""
     scale = min(1.0, math.sqrt(longest * patch**2 / (height * width)))
-    rows, columns = (
-        max(1, int(side * scale / patch + 1e-6)) for side in (height, width)
-    )  # more than rounding, less than a pixel
+    slack = 1e-6  # more than rounding, less than a pixel
+    rows, columns = (max(1, int(side * scale / patch + slack)) for side in (height, width))
     return min(rows, longest // columns) or 1, min(columns, longest)
 
 
@@ -93,13 +72,7 @@ def read_images(files: Sequence[Path], patch: int, longest: int, background: str
     """The first frame of each file, uint8 [height, width, 3] in RGB, with sides divisible by the patch.
 
     Images keep their aspect ratio: they are downscaled to at most `longest` patches, and less than a patch is cropped
-    from two sides. Their orientation is applied; colour profiles and gamma are not.
-
-    Args:
-      background: colour under transparent pixels.
-
-    Raises:
-      ValueError: Pillow cannot read a file, or its numbers do not say which one is white.
+    from two sides. The background is seen through transparent pixels.
     """
 
     def read(file: Path) -> np.ndarray:

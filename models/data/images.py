@@ -33,41 +33,25 @@ class Images(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-    """Images to train on and to evaluate on, from different originals.
-
-    Attributes:
-      classes: names.
-      patch: side of a patch; a token is patch * patch * channels values.
-      longest: tokens of the largest image.
-      sample_sizes: (height, width) of the images to draw at the end.
-      remark: a line about files that were not read, or "".
-    """
+    """Images to train on and to evaluate on, from different originals."""
 
     train: Images
     heldout: Images
     classes: tuple[str, ...]
-    patch: int
+    patch: int  # side of a patch; a token is patch * patch * channels values
     channels: int
-    longest: int
-    sample_sizes: tuple[tuple[int, int], ...]
-    remark: str = ""
+    longest: int  # tokens of the largest image
+    sample_sizes: tuple[tuple[int, int], ...]  # (height, width) of the images to draw at the end
+    remark: str = ""  # a line about files that were not read
 
 
 class Batch(NamedTuple):
-    """The tokens of some images, one image after another.
+    """The tokens of some images, one image after another. With fewer than B images the last ones are empty."""
 
-    Attributes:
-      tokens: [T, patch * patch * channels] float32 from -1 to 1; rows after the last image are zero.
-      sequence_offsets: [B + 1] int32: the start of each image, then the end of the last one. With fewer than B images
-        the last ones are empty.
-      grids: [B, 2] int32: rows and columns of patches; 1 by 1 for an empty image.
-      labels: [B] int32.
-    """
-
-    tokens: Any
-    sequence_offsets: Any
-    grids: Any
-    labels: Any
+    tokens: Any  # [T, patch * patch * channels] float32 from -1 to 1; rows after the last image are zero
+    sequence_offsets: Any  # [B + 1] int32: the start of each image, then the end of the last one
+    grids: Any  # [B, 2] int32: rows and columns of patches; 1 by 1 for an empty image
+    labels: Any  # [B] int32
 
     def counted(self) -> Any:
         """Rows of images, summed over stacked batches, int32."""
@@ -103,10 +87,12 @@ def pack(images: Images, chosen: Sequence[int], patch: int, budget: int, count: 
             f"{len(chosen)} images of {ends[-1]} tokens do not fit into a batch of {count} images and {budget} tokens."
         )
     empty = count - len(chosen)
+    padding = np.zeros((budget - ends[-1], patch * patch * images.pixels[0].shape[2]), np.float32)
+    grids = [(image.shape[0] // patch, image.shape[1] // patch) for image in pixels] + [(1, 1)] * empty
     return Batch(
-        np.concatenate([*tokens, np.zeros((budget - ends[-1], patch * patch * images.pixels[0].shape[2]), np.float32)]),
+        np.concatenate([*tokens, padding]),
         np.pad(ends, (0, empty), mode="edge").astype(np.int32),
-        np.array([(image.shape[0] // patch, image.shape[1] // patch) for image in pixels] + [(1, 1)] * empty, np.int32),
+        np.array(grids, np.int32),
         np.pad(images.labels[list(chosen)], (0, empty)).astype(np.int32),
     )
 
@@ -116,11 +102,10 @@ def token_counts(images: Images, patch: int) -> list[int]:
 
 
 def next_batch(waiting: deque[int], sizes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[int]:
-    """Takes what a batch holds from `waiting`: the first, then each one near the front that fits.
+    """Takes what a batch holds from `waiting`, numbers of images or documents: the first, then each near it that fits.
 
     Args:
-      waiting: numbers of images or documents, of which each one alone fits.
-      sizes: of each of them, in one or several measures.
+      sizes: of each of them, in one or several measures. Each one alone fits.
       limits: what a batch's sizes may add up to, in these measures.
     """
     taken, passed, room = [], [], list(limits)
@@ -138,14 +123,7 @@ def next_batch(waiting: deque[int], sizes: Sequence[Sequence[int]], limits: Sequ
 def in_batches(
     order: Iterable[int], sizes: Sequence[Sequence[int]], limits: Sequence[int], what: str
 ) -> list[list[int]]:
-    """All numbers of `order` in batches, as of `next_batch`.
-
-    Args:
-      what: names one of them and its measures in the error.
-
-    Raises:
-      ValueError: one that does not fit into a batch.
-    """
+    """All numbers of `order` in batches, as of `next_batch`; what: one of them and its measures, for the error."""
     for size in sizes:
         if any(have > most for have, most in zip(size, limits, strict=True)):
             raise ValueError(f"{what} {tuple(size)} does not fit into a batch of {tuple(limits)}.")
@@ -174,7 +152,7 @@ def every_image_once(images: Images, patch: int, budget: int, count: int) -> Ite
 def image_batches(
     images: Images, patch: int, budget: int, count: int, accumulate: int, seed: int
 ) -> Callable[[int], Batch]:
-    """The batch of each step, [accumulate, ...] micro-batches that share budget and count: a function of seed and step.
+    """As of `in_epochs`, of micro-batches that share budget and count.
 
     Every epoch packs all images in its own order; the few after its last full batch wait for the next epoch.
     """
@@ -184,19 +162,30 @@ def image_batches(
     steps = max(1, max(sum(token_counts(images, patch)) // budget, number // count) // accumulate)
 
     @functools.lru_cache(maxsize=2)
-    def packed(epoch: int) -> list[list[int]]:
-        order = np.random.default_rng((seed, epoch)).permutation(number).tolist()
-        return _in_batches(images, order, patch, budget, count)[: steps * accumulate]
+    def epoch(which: int) -> tuple[list[list[int]], Callable[[list[int]], Batch]]:
+        order = np.random.default_rng((seed, which)).permutation(number).tolist()
+        chosen = _in_batches(images, order, patch, budget, count)[: steps * accumulate]
+        return chosen, lambda some: pack(images, some, patch, budget, count)
 
-    def batch(step: int) -> Batch:
-        epoch, place = divmod(step, steps)
-        chosen = packed(epoch)
-        return stack(
-            [
-                pack(images, chosen[(place * accumulate + micro) % len(chosen)], patch, budget, count)
-                for micro in range(accumulate)
-            ]
-        )
+    return in_epochs(epoch, steps, accumulate)
+
+
+def in_epochs(
+    epoch: Callable[[int], tuple[list[list[int]], Callable[[list[int]], AnyBatch]]], steps: int, accumulate: int
+) -> Callable[[int], AnyBatch]:
+    """The batch of each step, [accumulate, ...] micro-batches.
+
+    Args:
+      epoch: from an epoch's number its micro-batches, as numbers of images or documents, and the function that lays
+        these out. An epoch with too few of them begins again.
+      steps: of an epoch.
+    """
+
+    def batch(step: int) -> AnyBatch:
+        which, place = divmod(step, steps)
+        chosen, lay_out = epoch(which)
+        places = range(place * accumulate, (place + 1) * accumulate)
+        return stack([lay_out(chosen[i % len(chosen)]) for i in places])
 
     return batch
 
@@ -206,26 +195,22 @@ def is_heldout(count: int, every: int = HELDOUT_EVERY) -> np.ndarray:
     return np.arange(count) % every == every - 1
 
 
-def _multiple(rng: np.random.Generator, low: int, high: int, step: int) -> int:
-    return int(rng.integers(low // step, high // step + 1)) * step
-
-
 def read_digits(seed: int) -> DataSet:
     """The 1,797 handwritten digits of 8 by 8 pixels, cropped to sizes of 8 to 16; each tenth is held out."""
     from sklearn.datasets import load_digits
 
     (digits, labels), rng = load_digits(return_X_y=True), np.random.default_rng(seed)
     originals = (digits.reshape(-1, 8, 8) * 15.9375).astype(np.uint8)  # from 0 to 16
+    even = lambda low, high: 2 * int(rng.integers(low // 2, high // 2 + 1))
 
     def of_many_sizes(originals: np.ndarray, labels: np.ndarray, variants: int) -> Images:
         pixels = []
         for original in np.repeat(originals, variants, axis=0):
-            height = _multiple(rng, 8, 16, 2)
-            width = _multiple(rng, max(8, height // 3 * 2), min(16, height + 2), 2)
+            height = even(8, 16)
+            width = even(max(8, height // 3 * 2), min(16, height + 2))
             above, left, more_height, more_width = rng.integers(0, 2, 4)
-            resized = Image.fromarray(original).resize(
-                (int(width + left + more_width), int(height + above + more_height)), Image.Resampling.BICUBIC
-            )
+            size = int(width + left + more_width), int(height + above + more_height)
+            resized = Image.fromarray(original).resize(size, Image.Resampling.BICUBIC)
             pixels.append(np.asarray(resized)[above : above + height, left : left + width, None])
         return Images(pixels, np.repeat(labels, variants).astype(np.int32))
 
@@ -245,11 +230,7 @@ DATA_SETS = {"digits": read_digits}
 
 
 def read_data(name: str, seed: int, patch: int, longest: int, background: str = "white") -> DataSet:
-    """A data set of DATA_SETS, or the images of a folder; patch, longest and background are for a folder.
-
-    Raises:
-      ValueError: neither, or as of `read_folder`.
-    """
+    """A data set of DATA_SETS, or the images of a folder; patch, longest and background are for a folder."""
     if name in DATA_SETS:
         return DATA_SETS[name](seed)
     if not (name and Path(name).is_dir()):  # Path("") is the current folder
@@ -263,14 +244,7 @@ def files_read(name: str) -> dict[str, Path]:
 
 
 def read_folder(folder: Path, patch: int, longest: int, background: str) -> DataSet:
-    """The images below a folder, as of `read_images`. Each sub-folder with images is a class, or all are one class.
-
-    Each class's tenth image is held out.
-
-    Raises:
-      ValueError: no images, fewer than ten of all classes, images beside classes, or as of `find_images` and
-        `read_images`.
-    """
+    """The images below a folder, each sub-folder being a class, or all being one. Each class's tenth is held out."""
     files, others = find_images(folder)
     classes: dict[str, list[Path]] = {}
     for file in files:

@@ -12,30 +12,20 @@ SHORTEST_BUCKET = 8
 
 
 class Documents(NamedTuple):
-    """tokens: unsigned integers, document after document; offsets: [D + 1] int64, each start, then the last end.
+    """The tokens of documents, one after another."""
 
-    scored: bool of each token, whether its prediction counts; None if all do.
-    """
-
-    tokens: np.ndarray
-    offsets: np.ndarray
-    scored: np.ndarray | None = None
+    tokens: np.ndarray  # unsigned integers
+    offsets: np.ndarray  # [D + 1] int64, each start, then the last end
+    scored: np.ndarray | None = None  # bool of each token, whether its prediction counts; None if all do
 
 
 class Rows(NamedTuple):
-    """The pieces of documents in each of R rows.
+    """The pieces of documents in each of R rows."""
 
-    Attributes:
-      length: predictions of a row.
-      starts: [P] int64: each piece's first token; its prediction is the next token of the document.
-      lengths: [P] int64: predictions of each piece.
-      first: [R + 1] int64: row r has the pieces first[r] to first[r + 1] - 1.
-    """
-
-    length: int
-    starts: np.ndarray
-    lengths: np.ndarray
-    first: np.ndarray
+    length: int  # predictions of a row
+    starts: np.ndarray  # [P] int64: each piece's first token; its prediction is the next token of the document
+    lengths: np.ndarray  # [P] int64: predictions of each piece
+    first: np.ndarray  # [R + 1] int64: row r has the pieces first[r] to first[r + 1] - 1
 
     @property
     def row_count(self) -> int:
@@ -43,18 +33,12 @@ class Rows(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, their targets, and the document of each token: arrays [..., T].
+    """Rows of tokens, their targets, and the document of each token: arrays [..., T]."""
 
-    Attributes:
-      tokens, targets: unsigned integers; a target is the next token of the same document. Zero in padding.
-      documents: int32, from 0 in each row; -1 for padding, which is at the end.
-      scored: bool, the targets whose predictions count; None if all but padding do.
-    """
-
-    tokens: Any
-    targets: Any
-    documents: Any
-    scored: Any = None
+    tokens: Any  # unsigned integers; zero in padding
+    targets: Any  # likewise: the next token of the same document
+    documents: Any  # int32, from 0 in each row; -1 for padding, which is at the end
+    scored: Any = None  # bool, the targets whose predictions count; None if all but padding do
 
     def counts(self) -> Any:
         """Which predictions count, bool."""
@@ -133,13 +117,11 @@ def choose_buckets(lengths: np.ndarray, longest: int, most: int) -> tuple[int, .
     used = known[: int(np.flatnonzero(sizes).max(initial=0)) + 1]
 
     def padded(chosen: Sequence[int]) -> int:
-        return sum(
-            int(size) * chosen[bisect.bisect_left(chosen, bucket)] for bucket, size in zip(used, sizes, strict=False)
-        )
+        each = zip(used, sizes, strict=False)
+        return sum(int(size) * chosen[bisect.bisect_left(chosen, bucket)] for bucket, size in each)
 
-    return min(
-        ((*some, used[-1]) for count in range(most) for some in itertools.combinations(used[:-1], count)), key=padded
-    )
+    choices = (some for count in range(most) for some in itertools.combinations(used[:-1], count))
+    return min(((*some, used[-1]) for some in choices), key=padded)
 
 
 def one_a_row(documents: Documents, longest: int, buckets: int) -> tuple[Rows, ...]:
@@ -199,10 +181,8 @@ def row_batches(
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
         rng = np.random.default_rng((seed, epoch))
-        shuffled = [
-            np.resize(rng.permutation(some.row_count), (count, size))
-            for some, count, size in zip(rows, steps, each, strict=True)
-        ]
+        sizes = zip(rows, steps, each, strict=True)
+        shuffled = [np.resize(rng.permutation(some.row_count), (count, size)) for some, count, size in sizes]
         return rng.permutation(ends[-1]), shuffled
 
     def batch(step: int) -> Batch:

@@ -23,21 +23,14 @@ class Pairs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PairData:
-    """Pairs to train on and to evaluate on, of different images.
-
-    Attributes:
-      patch: side of a patch.
-      channels: of the images.
-      labels: of digits, those of `train` and of `heldout`; None for other data.
-      remark: a line about files that were not read, or "".
-    """
+    """Pairs to train on and to evaluate on, of different images."""
 
     train: Pairs
     heldout: Pairs
-    patch: int
+    patch: int  # side of a patch
     channels: int
-    labels: tuple[np.ndarray, np.ndarray] | None = None
-    remark: str = ""
+    labels: tuple[np.ndarray, np.ndarray] | None = None  # of digits, those of `train` and of `heldout`
+    remark: str = ""  # a line about files that were not read
 
 
 def read_digits() -> PairData:
@@ -55,15 +48,7 @@ DATA_SETS: dict[str, Callable[[], PairData]] = {"digits": read_digits}
 
 
 def read_pairs(name: str, patch: int, longest: int, background: str = "white") -> PairData:
-    """A data set of DATA_SETS, or the pairs of a folder or a .jsonl file, in RGB; each tenth is held out.
-
-    Args:
-      patch, longest, background: for own images, as in `models.data.image_files.read_images`.
-
-    Raises:
-      ValueError: neither, fewer than ten pairs, a pair that lacks a half, a caption that is no text, an image that
-        Pillow cannot read.
-    """
+    """A data set of DATA_SETS, or pairs of a folder or a .jsonl file, as of `read_images`. Each tenth is held out."""
     if name in DATA_SETS:
         return DATA_SETS[name]()
     found = list(_find(name))

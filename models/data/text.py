@@ -39,11 +39,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def standard_library(root: Path | None = None) -> list[bytes]:
-    """The sources under root, by default those of the running Python.
-
-    Raises:
-      FileNotFoundError: fewer files than any Python has.
-    """
+    """The sources under root, by default those of the running Python."""
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     files = source_files(root)
     if len(files) < HELDOUT_EVERY:
@@ -65,12 +61,7 @@ def files_read(paths: Sequence[str | Path]) -> dict[str, Path]:
 def read_texts(paths: Sequence[str | Path], *, raw: bool = False) -> list[bytes | Conversation]:
     """All documents of `text_files`: a file each, or of a .jsonl file the "text" or the "messages" of each line.
 
-    Args:
-      raw: read files as bytes. Otherwise they must be UTF-8 without zero bytes, because a zero ends a document.
-
-    Raises:
-      OSError: as of `text_files` and `read_bytes`.
-      ValueError: a file that is no text, or a line of a .jsonl file without one, or with unusable messages.
+    Files must be UTF-8 without zero bytes, which end a document, unless they are read `raw`.
     """
     texts: list[bytes | Conversation] = []
     for file in text_files(paths):
@@ -100,14 +91,8 @@ def tokenize(
 ) -> Tokenized:
     """Each nonempty text as a document, followed by the tokenizer's `end` if it has one.
 
-    With a template, conversations are as it writes them, and only the assistant's words are scored.
-
-    Args:
-      context: predictions of a document: a conversation with more is cut, and left out if none is scored before.
-
-    Raises:
-      ValueError: a text that is not UTF-8, for a tokenizer that needs it; of the template, with the conversation's
-        source.
+    With a template, conversations are as it writes them, and only the assistant's words are scored. A conversation of
+    more than `context` predictions is cut, and left out if none is scored before.
     """
     plain = iter(_ended(tokenizer.encode_all([text for text in texts if isinstance(text, bytes) and text]), tokenizer))
     if template is None:
@@ -143,14 +128,7 @@ def _joined(texts: Sequence[np.ndarray], tokenizer: Tokenizer) -> Documents:
 
 
 def split(documents: Documents, source: str = "the data") -> Corpus:
-    """Holds out each tenth document, or with fewer than ten the last tenth of each; of conversations the last one.
-
-    Args:
-      source: its name in errors.
-
-    Raises:
-      ValueError: too little text to predict anything in one of the two parts.
-    """
+    """Holds out each tenth document, or with fewer than ten the last tenth of each; of conversations the last one."""
     lengths = np.diff(documents.offsets)
     tenth = np.arange(len(lengths)) % HELDOUT_EVERY == HELDOUT_EVERY - 1
     if documents.scored is not None and not tenth.any():
@@ -158,20 +136,16 @@ def split(documents: Documents, source: str = "the data") -> Corpus:
     held = np.where(tenth, lengths, 0) if tenth.any() else lengths // HELDOUT_EVERY
     trained = lengths - held
     is_held = np.repeat(np.tile([False, True], len(lengths)), np.stack([trained, held], axis=1).ravel())
-    parts = [
-        Documents(
-            documents.tokens[which],
-            np.cumsum([0, *some[some > 0]]),
-            None if documents.scored is None else documents.scored[which],
-        )
-        for which, some in ((~is_held, trained), (is_held, held))
-    ]
+    parts = []
+    for which, some in ((~is_held, trained), (is_held, held)):
+        scored = None if documents.scored is None else documents.scored[which]
+        parts.append(Documents(documents.tokens[which], np.cumsum([0, *some[some > 0]]), scored))
     if not all((np.diff(part.offsets) > 1).any() for part in parts):
         raise ValueError(
             f"{source} is {len(documents.tokens):,} tokens in {len(lengths):,} documents: too little to train on, and "
             "to hold a tenth out of."
         )
-    return Corpus(parts[0], parts[1])
+    return Corpus(*parts)
 
 
 def bigram_nats(train: np.ndarray, batch: Batch) -> float:

@@ -25,11 +25,6 @@ def text_files(paths: Sequence[str | Path]) -> list[Path]:
     """The named files; of folders, recursively, those with TEXT_SUFFIXES in sorted order, without hidden ones.
 
     Links are followed. A folder that is found again, such as one that has a link to itself, is read once.
-
-    Raises:
-      FileNotFoundError: a path that does not exist, or a folder without such a file.
-      OSError: a folder that cannot be read.
-      ValueError: an empty path.
     """
     if "" in paths:  # of an unset variable of the shell; as a path it is the current folder
         raise ValueError("a path of the text is empty: name a file or a folder, '.' for the current one.")
@@ -66,9 +61,6 @@ def _reading(path: Path) -> Iterator[None]:
 def below(folder: Path) -> Iterator[Path]:
     """Files at any depth, and folders that are not entered: hidden ones, and those that were entered before, as by a
     link. Sorted in each folder.
-
-    Raises:
-      OSError: a folder that cannot be read.
     """
     entered = set[Path]()
 
@@ -85,12 +77,7 @@ def below(folder: Path) -> Iterator[Path]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """
-    Raises:
-      FileNotFoundError: there is no such file, or it is a link to none.
-      OSError: it cannot be read.
-      ValueError: it is no regular file: a pipe could be read once only.
-    """
+    """The content of a regular file: a pipe could be read once only."""
     with _reading(file):
         if file.is_symlink() and not file.exists():
             raise FileNotFoundError(
@@ -102,16 +89,7 @@ def read_bytes(file: Path) -> bytes:
 
 
 def read_utf8(file: Path, remedy: str = CONVERT, *, zeros: bool = False) -> bytes:
-    """The content of a text file, without a byte order mark.
-
-    Args:
-      remedy: what to do with a file that is no text, for its error.
-      zeros: whether zero bytes may be in it.
-
-    Raises:
-      OSError: as of `read_bytes`.
-      ValueError: no UTF-8, zero bytes, or one of NO_TEXT.
-    """
+    """The content of a text file, without a byte order mark; remedy: what to do otherwise, for the error."""
     content = read_bytes(file)
     if file.suffix.lower() in NO_TEXT:
         raise ValueError(
@@ -134,11 +112,7 @@ def read_utf8(file: Path, remedy: str = CONVERT, *, zeros: bool = False) -> byte
 
 
 def check_text(text: str, what: str) -> str:
-    """The text itself.
-
-    Raises:
-      ValueError: it has a zero byte, or a character that no encoder takes; `what` names it.
-    """
+    """The text, unless it has a zero byte or a character that no encoder takes; what: its name in errors."""
     if "\0" in text:
         raise ValueError(f"{what} has a zero byte, which ends a document: remove it.")
     try:
@@ -155,9 +129,6 @@ def lines_of(file: Path) -> Iterator[tuple[str, str]]:
     r"""(its name in errors, the line) of each line that is not blank.
 
     Lines end with \n or \r\n. JSON strings may have the other characters that `str.splitlines` splits at.
-
-    Raises:
-      OSError, ValueError: as of `read_utf8`.
     """
     for number, line in enumerate(io.BytesIO(read_utf8(file, zeros=True)), 1):
         text = line.decode().removesuffix("\n").removesuffix("\r")
@@ -166,38 +137,21 @@ def lines_of(file: Path) -> Iterator[tuple[str, str]]:
 
 
 class JsonLine(NamedTuple):
-    """A line of a .jsonl file.
-
-    Attributes:
-      given: its object.
-      source: its name in errors.
-      wrong: the error if what is wanted is not in it.
-    """
+    """A line of a .jsonl file: its object, its name in errors, and the error if what is wanted is not in it."""
 
     given: dict[str, Any]
     source: str
     wrong: str
 
     def text(self, key: str) -> str:
-        """
-        Raises:
-          ValueError: no text there, or as of `check_text`.
-        """
+        """The text under a key, as of `check_text`."""
         if not isinstance(found := self.given.get(key), str):
             raise ValueError(self.wrong)
         return check_text(found, f"{self.source}: the {key}")
 
 
 def json_lines(file: Path, wanted: str) -> Iterator[JsonLine]:
-    """The lines of a .jsonl file that are not blank.
-
-    Args:
-      wanted: what each must have, for errors.
-
-    Raises:
-      OSError, ValueError: as of `read_utf8`.
-      ValueError: a line that is no JSON object, or has a key twice.
-    """
+    """The lines of a .jsonl file that are not blank; wanted: what each must have, for errors."""
     for source, line in lines_of(file):
         wrong = f"{source}: {line[:80]!r} is no JSON object with {wanted}"
         try:

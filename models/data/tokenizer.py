@@ -16,7 +16,6 @@ class Bytes:
     """Each byte of UTF-8 is a token; zero, which no text has, ends a text.
 
     Attributes:
-      vocab: tokens there are.
       end: the token that ends a document of training data, or None.
       special: tokens that are no text, such as the end of a turn.
     """
@@ -42,9 +41,7 @@ class Bytes:
 
 
 class HuggingFace:
-    """The tokenizer of a tokenizer.json; texts end with `end`, by default the first of `ENDS` in its vocabulary.
-
-    It has what `Bytes` has.
+    """The tokenizer of a tokenizer.json, as `Bytes`; texts end with `end`, or the first of `ENDS` in its vocabulary.
 
     As in transformers, the truncation and the padding that were saved do not count, and the tokens that the
     post-processor adds to a text, such as its first one, do. A BPE's dropout does not count: it would make other
@@ -52,9 +49,6 @@ class HuggingFace:
 
     Attributes:
       source: the file's text, to be saved beside a model.
-
-    Raises:
-      ValueError: a file that cannot be read, is no tokenizer.json, or has no tokens.
     """
 
     def __init__(self, file: pathlib.Path, end: int | None = None):
@@ -95,10 +89,6 @@ class HuggingFace:
         return self.tokenizer.decode(list(tokens))
 
     def encode_all(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """
-        Raises:
-          ValueError: a text that is not UTF-8.
-        """
         found = []
         for at in range(0, len(texts), TOGETHER):
             encoded = self.tokenizer.encode_batch_fast([_decode(text) for text in texts[at : at + TOGETHER]])
@@ -119,11 +109,7 @@ def _decode(text: bytes) -> str:
 
 
 def tokenizer_of(folder: pathlib.Path, vocab: int) -> Tokenizer:
-    """The tokenizer of a checkpoint.
-
-    Raises:
-      ValueError: no tokenizer.json, and fewer tokens than bytes.
-    """
+    """The tokenizer of a checkpoint."""
     file = folder / "tokenizer.json"
     if file.exists():
         return HuggingFace(file, end_token(folder))
@@ -136,9 +122,6 @@ def end_tokens(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens that end what a checkpoint writes: of generation_config.json, else of config.json or the tokenizer.
 
     None for bytes: few models of bytes have learned to end.
-
-    Raises:
-      ValueError: a file that is no JSON object, or no tokens.
     """
     if isinstance(tokenizer, Bytes):
         return ()

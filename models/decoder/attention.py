@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,15 +39,9 @@ class Seen(NamedTuple):
 
 
 def soft_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array,
-    sinks: jax.Array | None,
-    *,
-    scale: float,
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None, *, scale: float,
     heads_first: bool = False,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Softmax attention with what `jax.nn.dot_product_attention` lacks. Residuals are named "attention".
 
     Args:
@@ -58,10 +52,12 @@ def soft_attention(
       sinks: [heads], a logit beside those of the keys, without a value; or None.
       scale: logits are scale * q @ k.
     """
+    keys = "bksd" if heads_first else "bskd"
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None) -> jax.Array:
-        B, T, heads, _ = q.shape
-        logits = scale * _scores(q, k, heads_first)
+        (B, T, heads, D), kv_heads = q.shape, k.shape[keys.index("k")]
+        grouped = q.reshape(B, T, kv_heads, heads // kv_heads, D).transpose(0, 2, 3, 1, 4)
+        logits = scale * jnp.einsum(f"bkgtd,{keys}->bkgts", grouped, k, preferred_element_type=jnp.float32)
         logits = jnp.where(mask[:, None, None], logits, -0.7 * float(jnp.finfo(jnp.float32).max))
         most = jnp.max(logits, axis=-1, keepdims=True)
         if sinks is not None:
@@ -73,29 +69,10 @@ def soft_attention(
         if sinks is not None:
             total = total + jnp.exp(sinks - most)
         shares = jnp.where(mask[:, None, None], shares / total, 0)
-        return _mixed(shares.astype(v.dtype), v, heads_first).reshape(B, T, heads, -1)
+        mixed = jnp.einsum(f"bkgts,{keys}->bkgtd", shares.astype(v.dtype), v)
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(B, T, heads, -1)
 
     return named(attention, NAME)(q, k, v, mask, sinks)
-
-
-def _scores(q: jax.Array, k: jax.Array, heads_first: bool) -> jax.Array:
-    """Products of queries and keys, float32 [B, kv_heads, heads / kv_heads, T, S]."""
-    (B, T, heads, D), kv_heads = q.shape, k.shape[1 if heads_first else 2]
-    grouped = q.reshape(B, T, kv_heads, heads // kv_heads, D)
-    if not heads_first:
-        return jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    rows = grouped.transpose(0, 2, 3, 1, 4).reshape(B, kv_heads, -1, D)
-    products = jnp.einsum("bkrd,bksd->bkrs", rows, k, preferred_element_type=jnp.float32)
-    return products.reshape(B, kv_heads, -1, T, products.shape[-1])
-
-
-def _mixed(shares: jax.Array, v: jax.Array, heads_first: bool) -> jax.Array:
-    """Sums of values, [B, T, kv_heads, heads / kv_heads, value_dim]."""
-    if not heads_first:
-        return jnp.einsum("bkgts,bskd->btkgd", shares, v)
-    B, kv_heads, groups, T, S = shares.shape
-    mixed = jnp.einsum("bkrs,bksd->bkrd", shares.reshape(B, kv_heads, -1, S), v)
-    return mixed.reshape(B, kv_heads, groups, T, -1).transpose(0, 3, 1, 2, 4)
 
 
 class Attention(nnx.Module):
@@ -114,22 +91,22 @@ class Attention(nnx.Module):
         self.out = linear_of(c)(c.heads * c.head_dim, c.width, use_bias=c.out_bias, rngs=rngs)
         norm = functools.partial(nnx.RMSNorm, epsilon=c.norm_epsilon, dtype=jnp.dtype(c.dtype), rngs=rngs)
         whole = c.qk_norm == "all_heads"
-        self.q_norm = norm(c.head_dim * (c.heads if whole else 1)) if c.qk_norm else nnx.data(None)
-        self.k_norm = norm(c.head_dim * (c.kv_heads if whole else 1)) if c.qk_norm else nnx.data(None)
+        self.q_norm: Any = norm(c.head_dim * (c.heads if whole else 1)) if c.qk_norm else nnx.data(None)
+        self.k_norm: Any = norm(c.head_dim * (c.kv_heads if whole else 1)) if c.qk_norm else nnx.data(None)
         self.sinks = nnx.Param(jnp.zeros(c.heads, jnp.float32)) if c.sinks else nnx.data(None)
 
     def __call__(self, x: jax.Array, seen: Seen, window: Window) -> tuple[jax.Array, KeysValues]:
         """Also what `seen.remember` returns."""
         c, (B, T) = self.config, seen.turns.cos.shape[:2]
         parts, sinks = self._project(x), None if self.sinks is None else self.sinks[...]
-        norms = self._norms() if c.qk_norm is True else None
+        norms = (self.q_norm, self.k_norm) if c.qk_norm is True else None
         if seen.at_once is not None:
             qkv = jnp.concatenate(parts, axis=-1).reshape(B, -1, c.head_dim)
             mixed, kept = seen.at_once(qkv, norms, window, sinks)
         else:
             q, k, v = (part.reshape(B, T, -1, c.head_dim) for part in parts)
             if norms is not None:
-                q, k = (normalized(norm, part) for norm, part in zip(norms, (q, k), strict=True))
+                q, k = normalized(self.q_norm, q), normalized(self.k_norm, k)
             q, k = (rotate(part, seen.turns, pairs=c.rope_pairs) for part in (q, k))
             kept = k, v = seen.remember(k, v)
             mixed = seen.attend(q, k, v, window, sinks)
@@ -140,15 +117,10 @@ class Attention(nnx.Module):
         c = self.config
         parts = wide(x, self.q, self.k, self.v) if self.qkv is None else self.qkv.parts(x)
         if c.qk_norm == "all_heads":
-            parts[:2] = [normalized(norm, part) for norm, part in zip(self._norms(), parts[:2], strict=True)]
+            parts[:2] = normalized(self.q_norm, parts[0]), normalized(self.k_norm, parts[1])
         if c.qkv_clip is not None:
             parts = [jnp.clip(part, -c.qkv_clip, c.qkv_clip) for part in parts]
         return parts
-
-    def _norms(self) -> tuple[nnx.RMSNorm, nnx.RMSNorm]:
-        assert self.q_norm is not None
-        assert self.k_norm is not None
-        return self.q_norm, self.k_norm
 
 
 class LatentAttention(nnx.Module):

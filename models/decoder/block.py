@@ -15,11 +15,7 @@ from models.decoder.weights import GatedUnit, normalized
 
 
 class Block(nnx.Module):
-    """Pre-norm attention, then a pre-norm gated unit or experts.
-
-    Args:
-      dense: whether it is one of dense_layers.
-    """
+    """Pre-norm attention, then a pre-norm gated unit, as in dense_layers, or experts."""
 
     def __init__(self, config: DecoderConfig, *, dense: bool = False, sharded: bool = False, rngs: nnx.Rngs):
         c = config

@@ -12,15 +12,10 @@ Caches = TypeVar("Caches")
 
 
 class Places(NamedTuple):
-    """Where the tokens [B, T] of a call stand.
+    """Where the tokens [B, T] of a call stand."""
 
-    Attributes:
-      positions: [B, T] int32, of each token in its row.
-      valid: [B, T] bool; the other tokens are padding, at each row's end.
-    """
-
-    positions: jax.Array
-    valid: jax.Array
+    positions: jax.Array  # [B, T] int32, of each token in its row
+    valid: jax.Array  # [B, T] bool; the other tokens are padding, at each row's end
 
     @classmethod
     def after(cls, at: jax.Array, count: jax.Array, length: int) -> "Places":
@@ -30,11 +25,9 @@ class Places(NamedTuple):
 
 
 def write(cache: KeysValues, new: KeysValues, places: Places) -> KeysValues:
-    """The cache with the tokens' own arrays at their positions. Padding is not written.
+    """The cache with the tokens' own arrays, [B, T, heads, ...], at their positions. Padding is not written.
 
-    Args:
-      cache: keys and values, [B, heads, length, ...], or of latent attention one array, [B, length, ...].
-      new: [B, T, heads, ...], or [B, T, ...].
+    The cache has keys and values, [B, heads, length, ...], or of latent attention one array: both without the heads.
     """
     return tuple(_write(old, part, places) for old, part in zip(cache, new, strict=True))
 

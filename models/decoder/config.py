@@ -6,9 +6,8 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxops.offload import Policy
 from models.distributed.tensor_parallel import check_heads
-from models.precision import Attends, Backend, Dtype, Recipe
+from models.precision import Attends, Computation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +61,11 @@ class Latent:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(Computation):
     """Sizes and choices of a `Decoder`.
+
+    Logits and the router's product are float32; these and the embedding are never in FP8. Names for a policy:
+    "attention" (the residuals of attention), "middle" (after attention), "mlp" (of a dense unit).
 
     Attributes:
       vocab, width, layers: number of tokens, width of the residual stream, number of blocks.
@@ -76,21 +78,11 @@ class DecoderConfig:
       rope_base, rope_scaling: of the rotary position embedding.
       norm_epsilon: added to the mean square in every norm; in latent attention's own two norms it is 1e-6.
       tie_embeddings: whether the output projection uses the embeddings.
-      dtype: of the computation; parameters, logits and the router's product are float32.
-      recipe: FP8 recipe of attention's and the gated units' products (`jaxops.fp8_matmul`); None for dtype. Embedding,
-        router and logits are never in FP8.
       fp8_experts: whether the recipe is for the experts, the shared one included, too.
       attention: backend of `jaxops.packed_attention`; all but "xla" are for bfloat16 on a GPU and `plain_attention`
         without a window shorter than the rows.
       max_documents: of a row, padding included; every attention but "xla" needs it where documents share rows. With
         more the results are NaN. The training command raises it to what its data needs.
-      backend: of the experts' products, and of all FP8 products.
-      policy: what a block's backward reads from the device or the host, and what it recomputes (`jaxops.offload`).
-        Names: "carry" (the block's input), "attention" (the residuals of attention), "middle" (after attention), "mlp"
-        (of a dense unit), and those of jaxops' ops. None keeps everything.
-      unroll: whether layers are unrolled instead of scanned: faster steps, longer compilation; not with an offloading
-        policy.
-      sums: dtype in which gradients are summed over the devices of a mesh, at least dtype.
       rotary_dim: features of a head with rotary positions, the first ones; None for all.
       rope_pairs: whether rotary pairs are neighbours, instead of half a head apart.
       qkv_bias, out_bias, mlp_bias: whether the products of attention and of dense gated units have biases.
@@ -123,15 +115,9 @@ class DecoderConfig:
     rope_base: PositiveFloat = 10_000.0
     norm_epsilon: PositiveFloat = 1e-6
     tie_embeddings: bool = False
-    dtype: Dtype = "float32"
-    recipe: Recipe | None = None
     fp8_experts: bool = True
     attention: Attends = "xla"
     max_documents: PositiveInt | None = None
-    backend: Backend = "auto"
-    policy: Policy | None = None
-    unroll: bool = False
-    sums: Dtype = "float32"
     rope_scaling: RopeScaling | None = None
     rotary_dim: PositiveInt | None = None
     rope_pairs: bool = False
@@ -203,7 +189,7 @@ class DecoderConfig:
             raise ValueError("stored_fp8 is set, and expert_bias or clamp: stored float8 experts have neither.")
 
     def check_tensor(self, devices: int) -> None:
-        """Whether the mesh axis `tensor` can have so many devices.
+        """Checks whether the mesh axis `tensor` can have so many devices.
 
         Raises:
           ValueError: it does not divide the heads, or the model has what is not split.

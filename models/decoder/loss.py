@@ -9,12 +9,9 @@ from models.distributed.tensor_parallel import cross_entropies
 
 
 def loss_fn(model: Decoder, batch: Batch, packed: bool = True) -> tuple[jax.Array, Routed | None]:
-    """Mean cross-entropy, in nats a token, of the counted predictions of rows [B, T].
+    """Mean cross-entropy, in nats a token, of the counted predictions of rows [B, T]; packed: as of `Decoder.hidden`.
 
     Not counted: padding, predictions across the end of a document, and those that `Batch.scored` leaves out.
-
-    Args:
-      packed: as of `Decoder.hidden`.
     """
     x, routed = model.hidden(batch.tokens.astype(jnp.int32), batch.documents, packed=packed)
     targets = jnp.where(batch.counts(), batch.targets.astype(jnp.int32), -1).ravel()

@@ -10,17 +10,16 @@ import numpy as np
 from flax import nnx
 
 import jaxops
-from jaxops.offload import named
-from models.decoder.attention import NAME, KeysValues, Seen, Window, soft_attention
+from models.decoder.attention import KeysValues, Seen, Window, soft_attention
 from models.decoder.block import Block
 from models.decoder.cache import Places, write
 from models.decoder.config import DecoderConfig
 from models.decoder.experts import Routed
 from models.decoder.rope import Turns, turns
 from models.decoder.weights import dot_general, normalized
-from models.distributed.mesh import Splits, varying, whole_layers, whole_part
+from models.distributed.mesh import Splits, varying, whole_part
 from models.distributed.tensor_parallel import attend, devices, embed, own_rows, wide
-from models.layers import apply_layers, stacked
+from models.layers import apply_layers, options_of, stacked
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys and values
 Cache = tuple[KeysValues, ...]  # of each layer
@@ -53,19 +52,12 @@ def within_documents(starts: jax.Array, max_documents: int, backend: str) -> Att
     offsets = jnp.nonzero(starts.ravel(), size=size, fill_value=starts.size)[0].astype(jnp.int32)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-        out = jaxops.packed_attention(
-            flat[0], flat[1], flat[2], offsets, causal=True, longest=starts.shape[1], backend=backend
-        )
+        flat_q, flat_k, flat_v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+        how: dict[str, Any] = {"causal": True, "longest": starts.shape[1], "backend": backend}
+        out = jaxops.packed_attention(flat_q, flat_k, flat_v, offsets, **how)
         return jnp.where(offsets[-1] == starts.size, out.reshape(q.shape), jnp.nan)
 
     return attend
-
-
-def cudnn_rows(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention within rows of one document each: cuDNN's dense layout."""
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-    return named(attend, NAME)(q, k, v)
 
 
 class Decoder(nnx.Module):
@@ -93,11 +85,9 @@ class Decoder(nnx.Module):
         )
         layers = c.stacks()
         self.blocks: Any = stacked(lambda rngs: Block(c, sharded=sharded, rngs=rngs), len(layers[0]), rngs)
-        self.dense_blocks = (
-            stacked(lambda rngs: Block(c, dense=True, rngs=rngs), len(layers[1]), rngs)
-            if len(layers) == 2
-            else nnx.data(None)
-        )
+        self.dense_blocks = nnx.data(None)
+        if len(layers) == 2:
+            self.dense_blocks = stacked(lambda rngs: Block(c, dense=True, rngs=rngs), len(layers[1]), rngs)
         self.norm = nnx.RMSNorm(c.width, epsilon=c.norm_epsilon, dtype=dtype, rngs=rngs)
         head = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, dot_general=dot_general, rngs=rngs)
         self.head = nnx.data(None) if c.tie_embeddings else head(c.width, c.vocab)
@@ -131,18 +121,9 @@ class Decoder(nnx.Module):
         starts = document_starts(jnp.zeros_like(tokens) if documents is None else documents)
         angles = turns(c, positions_in(starts), lengths_of(starts))
         seen = Seen(angles, lambda *own: own, self._attend(starts, documents))
-        windows = self._windows(T)
-        x, outs = apply_layers(
-            self._stacks(),
-            lambda block, x, window: block(x, seen, window, mask)[:2],
-            embed(whole_part(self, "embed"), tokens, c.backend),
-            layers=c.stacks(),
-            each=windows,
-            policy=c.policy,
-            unroll=c.unroll,
-            training=not self.use_running_average,
-            whole=whole_layers(self, "blocks", "dense_blocks"),
-        )
+        call = lambda block, x, window: block(x, seen, window, mask)[:2]
+        x, how = embed(whole_part(self, "embed"), tokens, c.backend), options_of(self, "blocks", "dense_blocks")
+        x, outs = apply_layers(self._stacks(), call, x, layers=c.stacks(), each=self._windows(T), **how)
         return x, outs[0].summed() if self.sharded and outs[0] is not None else outs[0]
 
     def _mask(self, documents: jax.Array) -> jax.Array:
@@ -185,11 +166,7 @@ class Decoder(nnx.Module):
     def _plain(self, starts: jax.Array, shared: bool) -> Attend:
         """Attention without windows, sinks and latents. shared: whether several documents share a row."""
         c = self.config
-        if c.attention == "xla":
-            return within_documents(starts, starts.shape[1] if shared else 1, "xla")
-        if not shared and c.attention == "cudnn":
-            return cudnn_rows
-        documents = c.max_documents if shared else 1
+        documents = 1 if not shared else starts.shape[1] if c.attention == "xla" else c.max_documents
         if documents is None:
             raise ValueError(
                 f"attention is {c.attention!r} and documents share rows: DecoderConfig.max_documents must say how many "

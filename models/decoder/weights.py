@@ -25,12 +25,7 @@ def decodes(x: jax.Array) -> bool:
 
 
 class StoredFp8(nnx.Module):
-    """Matrices [*leading, in, out] in DeepSeek-V3's layout: float8 with a float32 scale for each 128 x 128.
-
-    Attributes:
-      weight: [*leading, out, in] float8_e4m3fn.
-      scale: [*leading, ceil(out / 128), ceil(in / 128)], the factor of each block.
-    """
+    """Matrices [*leading, in, out] as DeepSeek-V3 has them, [*leading, out, in]: float8, a scale for each 128 x 128."""
 
     def __init__(self, *sizes: int):
         *leading, ins, outs = sizes
@@ -59,12 +54,7 @@ class StoredFp8Linear(StoredFp8):
 
 
 class SideBySide(nnx.Module):
-    """Linear layers of one input as one product, for inference: decoding has few rows, and then kernels are short.
-
-    Attributes:
-      layer: with the columns of all.
-      ends: where each one's columns end, but for the last.
-    """
+    """Linear layers of one input as one product, for inference: decoding has few rows, and then kernels are short."""
 
     def __init__(self, layers: Sequence[Any]):
         self.layer = nnx.clone(layers[0])
@@ -73,6 +63,7 @@ class SideBySide(nnx.Module):
             parts = [part[...] for layer in layers if (part := getattr(layer, name, None)) is not None]
             if parts:
                 setattr(self.layer, name, nnx.Param(jnp.concatenate(parts, axis)))
+        # Where each one's columns end, but for the last.
         self.ends = tuple(itertools.accumulate(map(_columns, layers[:-1])))
 
     def parts(self, x: jax.Array) -> list[jax.Array]:

@@ -129,11 +129,7 @@ def split_of(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def shardings(state: Tree, mesh: Mesh) -> Tree:
-    """A `NamedSharding` for each array (or shape) of a training state.
-
-    Raises:
-      typer.BadParameter: an axis of the mesh does not divide the axis that it splits.
-    """
+    """A `NamedSharding` for each array (or shape) of a training state."""
 
     def sharding(path: tuple, x: Any) -> NamedSharding:
         split = split_of(path, x.shape, mesh)
@@ -233,30 +229,22 @@ def rows_of_process(batch: int, mesh: Mesh) -> slice:
             f" of the mesh: take a multiple of {parts}.",
             param_hint="--mesh",
         )
-    owned = _batch_split(mesh).addressable_devices_indices_map((batch,)).values()
+    owned = NamedSharding(mesh, P(BATCH)).addressable_devices_indices_map((batch,)).values()
     bounds = [index[0].indices(batch) for index in owned if index]
     return slice(min(first for first, _, _ in bounds), max(end for _, end, _ in bounds))
 
 
-def _batch_split(mesh: Mesh, axis: int = 0) -> NamedSharding:
-    return NamedSharding(mesh, P(*[None] * axis, BATCH))
-
-
 def shard_batch(rows: Tree, mesh: Mesh, axis: int = 0) -> Tree:
     """The whole batch, split along `axis` over `BATCH`, from the numpy arrays of each process's `rows_of_process`."""
-    split = _batch_split(mesh, axis)
+    split = NamedSharding(mesh, P(*[None] * axis, BATCH))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """How the parameters of a model are split over a mesh: a part of the model's graphdef.
+    """How the parameters of a model are split over a mesh: a part of the model's graphdef."""
 
-    Attributes:
-      named: each parameter's name in the model, and its specification.
-    """
-
-    named: tuple[tuple[str, P], ...]
+    named: tuple[tuple[str, P], ...]  # each parameter's name in the model, and its specification
 
     @staticmethod
     def of(params: Any, mesh: Mesh) -> "Splits":
@@ -272,14 +260,9 @@ def over(model: Any, mesh: Mesh) -> nnx.GraphDef:
 
 
 def gather(
-    params: Tree,
-    splits: Splits,
-    within: str = "",
-    *,
-    dtype: Any = jnp.float32,
-    sums: Any = jnp.float32,
+    params: Tree, splits: Splits, within: str = "", *, dtype: Any = jnp.float32, sums: Any = jnp.float32,
     axes: tuple[str, ...] = SHARDS,
-) -> Tree:
+) -> Tree:  # fmt: skip
     """Inside `split_objective`: from a device's parts of the parameters to those it computes with.
 
     Shards are all-gathered; parts along `tensor`, and of experts along `expert`, stay split. The transpose sums the
@@ -351,7 +334,7 @@ Objective = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Any, Any
 
 
 def split_objective(
-    objective: Objective, mesh: Mesh, *, counted: Callable[[Any], jax.Array] | None = None, check_vma: bool = True
+    objective: Objective, mesh: Mesh, *, counted: Callable[[Any], jax.Array] | None = None
 ) -> Objective:
     """An objective over all devices, from one over a device's part of the batch; called and differentiated like it.
 
@@ -362,7 +345,6 @@ def split_objective(
         over the devices is kept.
       counted: how many rows or tokens of a part of a batch its loss and measured are means over, as weights; None if
         all devices have the same number.
-      check_vma: as of `jax.shard_map`. Only Pallas' interpreter, on a CPU, needs False.
     """
 
     def part(params: Any, histories: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
@@ -376,9 +358,7 @@ def split_objective(
     def whole(params: Any, histories: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[Any, Any]]:
         splits = jax.tree.map_with_path(lambda path, x: split_of(path, x.shape, mesh), params)
         specs = (splits, P(), P(BATCH), P())
-        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)(
-            params, histories, batch, key
-        )
+        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P())(params, histories, batch, key)
 
     return whole
 
@@ -396,14 +376,8 @@ def micro_batches(accumulate: int, mesh: Mesh | None) -> int:
 
 
 def check_shares(sizes: dict[str, int], by_rows: tuple[str, ...], accumulate: int, mesh: Mesh | None) -> None:
-    """Whether all micro-batches of a step get the same share of its sizes.
-
-    Args:
-      by_rows: sizes that the devices of the axis `tensor` share, too.
-
-    Raises:
-      ValueError: names all sizes that cannot be split evenly.
-    """
+    """Checks whether all micro-batches of a step get the same share of its sizes, and the devices of the axis `tensor`
+    of those that `by_rows` names, too."""
     parts, tensor = micro_batches(accumulate, mesh), 1 if mesh is None else mesh.shape[TENSOR]
     uneven = [name for name in sizes if sizes[name] % (parts * tensor if name in by_rows else parts)]
     if wrong := ", ".join(f"{name} is {sizes[name]}" for name in uneven):

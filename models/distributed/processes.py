@@ -5,8 +5,6 @@ import numpy as np
 import typer
 from jax.experimental import multihost_utils
 
-from models.training.terminal import Terminal
-
 MOST_BYTES = 8192  # of a text that processes exchange: twice the longest path
 
 
@@ -14,14 +12,7 @@ def initialize(coordinator: str | None = None, processes: int | None = None, pro
     """Connects the processes of a run. Call it in each of them before anything asks JAX for its devices.
 
     None is taken from the environment of SLURM or Open MPI, or asked from Kubernetes (with `pip install jax[k8s]`) or
-    Cloud TPU.
-
-    Args:
-      coordinator: HOST:PORT of process 0; also $JAX_COORDINATOR_ADDRESS.
-      processes, process_id: their number, and this one's index.
-
-    Raises:
-      typer.BadParameter: neither the options nor the environment describe the processes.
+    Cloud TPU. The coordinator is HOST:PORT of process 0; also $JAX_COORDINATOR_ADDRESS.
     """
     try:
         jax.distributed.initialize(coordinator, processes, process_id)
@@ -48,8 +39,3 @@ def exchanged(text: str) -> str:
     padded = text.encode(errors="surrogateescape")[:MOST_BYTES].ljust(MOST_BYTES, b"\0")
     found = multihost_utils.process_allgather(np.frombuffer(padded, np.uint8))
     return next(filter(None, (bytes(each).rstrip(b"\0").decode(errors="surrogateescape") for each in found)), "")
-
-
-def make_console() -> Terminal:
-    """Prints in the first process only. Call it after `initialize`."""
-    return Terminal(quiet=not is_first())

@@ -33,11 +33,7 @@ def devices() -> int:
 
 
 def wide(x: jax.Array, *layers: Any) -> list[jax.Array]:
-    """Each layer's result for all rows, from own rows: its own columns. The rows are gathered once.
-
-    Args:
-      layers: `nnx.Linear`, or all `Fp8Linear`.
-    """
+    """The result for all rows, from own rows, of each `nnx.Linear` or each `Fp8Linear`: own columns. One gather."""
     if devices() == 1:
         return [layer(x) for layer in layers]
     x = x.reshape(-1, x.shape[-1])
@@ -79,11 +75,7 @@ def _check_is_split(layer: Any, axis: int) -> None:
 
 
 def own_rows(x: jax.Array) -> jax.Array:
-    """This device's rows of x [rows, ...], which all devices have.
-
-    Raises:
-      ValueError: rows that the devices do not divide.
-    """
+    """This device's rows of x [rows, ...], which all devices have."""
     if devices() == 1:
         return x
     check_rows(x.shape[0], devices())
@@ -91,10 +83,7 @@ def own_rows(x: jax.Array) -> jax.Array:
 
 
 def check_rows(rows: int, devices: int) -> None:
-    """
-    Raises:
-      ValueError: rows of a part of the batch that the devices of the axis do not divide.
-    """
+    """Checks whether the devices of the axis divide the rows of a part of the batch."""
     if rows % devices:
         raise ValueError(
             f"a part of the batch has {rows} rows, which tensor={devices} does not divide: take a batch and a length "
@@ -103,10 +92,7 @@ def check_rows(rows: int, devices: int) -> None:
 
 
 def check_heads(devices: int, **heads: int) -> None:
-    """
-    Raises:
-      ValueError: numbers of heads that the devices of the axis do not divide.
-    """
+    """Checks whether the devices of the axis divide the numbers of heads."""
     for name, number in heads.items():
         if number % devices:
             raise ValueError(
@@ -166,8 +152,9 @@ def rows_at(x: jax.Array, numbers: jax.Array) -> jax.Array:
 def _looked_up(look_up: Callable[[jax.Array], jax.Array], numbers: jax.Array, count: int) -> jax.Array:
     """Own ones of the rows of numbers [N], each looked up on the device that has it, of `count` a device."""
     check_rows(numbers.shape[0], devices())
-    at, own = _own_numbers(numbers, count)
-    return lax.psum_scatter(jnp.where(own[:, None], look_up(at), 0), TENSOR, tiled=True)
+    at = numbers - lax.axis_index(TENSOR) * count  # from this device's first
+    own = (at >= 0) & (at < count)
+    return lax.psum_scatter(jnp.where(own[:, None], look_up(jnp.clip(at, 0, count - 1)), 0), TENSOR, tiled=True)
 
 
 def attend(layer: nnx.Embed, x: jax.Array) -> jax.Array:
@@ -192,11 +179,3 @@ def cross_entropies(layer: nnx.Linear | nnx.Embed, x: jax.Array, targets: jax.Ar
     if isinstance(layer, nnx.Embed):
         return jaxops.linear_cross_entropy(x, layer.embedding[...], targets, transpose_w=True, **how)
     return jaxops.linear_cross_entropy(x, layer.kernel[...], targets, **how)
-
-
-def _own_numbers(numbers: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Numbers of words or rows, of which each device has `count`: counted from this device's first, any one for other
-    devices' numbers; and whether they are its own.
-    """
-    at = numbers - lax.axis_index(TENSOR) * count
-    return jnp.clip(at, 0, count - 1), (at >= 0) & (at < count)

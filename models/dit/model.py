@@ -12,8 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxops
 from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock
-from jaxops.offload import Policy
-from models.distributed.mesh import Splits, whole_layers, whole_part
+from models.distributed.mesh import Splits, whole_part
 from models.distributed.tensor_parallel import (
     WholeLinear,
     check_heads,
@@ -24,30 +23,23 @@ from models.distributed.tensor_parallel import (
     total,
     wide,
 )
-from models.layers import apply_layers, stacked
-from models.precision import Attends, Backend, Dtype, Recipe, linear_layer
+from models.layers import apply_layers, options_of, stacked
+from models.precision import Attends, Computation, linear_layer
 
 
 @dataclasses.dataclass(frozen=True)
-class DiTConfig:
+class DiTConfig(Computation):
     """Sizes and choices of a `DiT`.
+
+    The residual stream is float32. Never in FP8 are the embeddings of tokens, times and labels, the modulations (a row
+    an image) and the output projection. Names for a policy: "attention" (the residuals of attention), "mlp",
+    "branch.attention" and "branch.mlp" (outputs of the branches, for the gates' gradients).
 
     Attributes:
       token: values of a token, patch * patch * channels.
       classes: labels; one more is "any class" (Ho & Salimans 2022, arXiv:2207.12598).
       longest: tokens of the largest image.
-      dtype: of the computation; parameters, residual stream and loss are float32.
-      recipe: FP8 recipe of the blocks' products; None for dtype. The embeddings of tokens, times and labels, the
-        modulations (a row an image) and the output projection are never in FP8.
       attention: backend of `jaxops.packed_attention`.
-      backend: of the AdaLN ops, and of FP8 products.
-      policy: what a block's backward reads from the device or the host, and what it recomputes (`jaxops.offload`).
-        Names: "carry" (the block's input), "attention" (the residuals of attention), "mlp", "branch.attention" and
-        "branch.mlp" (outputs of the branches, for the gates' gradients), and those of jaxops' ops. None keeps
-        everything.
-      unroll: whether layers are unrolled instead of scanned: faster steps, longer compilation; not with an offloading
-        policy.
-      sums: dtype in which gradients are summed over the devices of a mesh, at least dtype.
     """
 
     layers: int
@@ -56,19 +48,10 @@ class DiTConfig:
     token: int
     classes: int
     longest: int
-    dtype: Dtype = "float32"
-    recipe: Recipe | None = None
     attention: Attends = "auto"
-    backend: Backend = "auto"
-    policy: Policy | None = None
-    unroll: bool = False
-    sums: Dtype = "float32"
 
     def check_tensor(self, devices: int) -> None:
-        """
-        Raises:
-          ValueError: so many devices of the mesh axis `tensor` do not divide the heads.
-        """
+        """Checks whether so many devices of the mesh axis `tensor` divide the heads."""
         check_heads(devices, heads=self.heads)
 
 
@@ -195,17 +178,9 @@ class DiT(nnx.Module):
         offsets = sequence_offsets - first_row(tokens.shape[0])
         x = part("enter")(own).astype(jnp.float32) + position_embedding(offsets, grids, own.shape[0], width)
         offsets = jnp.clip(offsets, 0, own.shape[0])
-        x, _ = apply_layers(
-            (self.blocks,),
-            lambda block, x, _: (block(x, cond, offsets, mixer_offsets=sequence_offsets), None),
-            x,
-            layers=(range(c.layers),),
-            each=(None,),
-            policy=c.policy,
-            unroll=c.unroll,
-            training=not self.use_running_average,
-            whole=whole_layers(self, "blocks"),
-        )
+        call = lambda block, x, _: (block(x, cond, offsets, mixer_offsets=sequence_offsets), None)
+        how = options_of(self, "blocks")
+        x, _ = apply_layers((self.blocks,), call, x, layers=(range(c.layers),), each=(None,), **how)
         return part("leave")(part("norm")(x, cond, offsets)).astype(jnp.float32)
 
 

@@ -21,7 +21,7 @@ from models.generate.slots import Batching, Completion, check_prompts, completio
 from models.generate.streaming import TextStream
 from models.hf.config import read_config
 from models.precision import DTYPES
-from models.training.config import command, errors_of_options
+from models.training.config import check_option, command, errors_of_options, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,38 +33,24 @@ class GenerateOptions:
     prompt: Annotated[
         list[str] | None, typer.Argument(help="One or more. With --chat and without any: a conversation.")
     ] = None
-    prompts: Annotated[
-        pathlib.Path | None,
-        typer.Option(help='More prompts: a line each, or .jsonl lines with "prompt" or "messages". Writes JSON lines.'),
-    ] = None
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are a user's messages, for the checkpoint's chat template.")
-    ] = False
-    length: Annotated[int, typer.Option(min=1, help="Tokens to add to each prompt, at the most.")] = 64
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.0
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many likeliest tokens. 0: from all.")] = 0
-    top_p: Annotated[
-        float, typer.Option(help="Draw from the likeliest tokens that have this probability together. 1: from all.")
-    ] = 1.0
-    stop: Annotated[list[str] | None, typer.Option(help="Text before which an output ends; repeatable.")] = None
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0
-    dtype: Annotated[str, typer.Option(help=f"Of the computation: {', '.join(DTYPES)}.")] = "float32"
-    limit: Annotated[int, typer.Option(min=1, help="The most tokens of a prompt and what is added to it.")] = 8192
-    slots: Annotated[int, typer.Option(min=1, help="Prompts that are continued together.")] = Batching.slots
-    ignore_config: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY", help="Unknown key of config.json to go on without; repeatable."),
-    ] = None
+    prompts: pathlib.Path | None = option(
+        None, 'More prompts: a line each, or .jsonl lines with "prompt" or "messages". Writes JSON lines.'
+    )
+    chat: bool = option(False, "Prompts are a user's messages, for the checkpoint's chat template.")
+    length: int = option(64, "Tokens to add to each prompt, at the most.", min=1)
+    temperature: float = option(0.0, "0: the likeliest token each time.", min=0.0)
+    top_k: int = option(0, "Draw from so many likeliest tokens. 0: from all.", min=0)
+    top_p: float = option(1.0, "Draw from the likeliest tokens that have this probability together. 1: from all.")
+    stop: list[str] | None = option(None, "Text before which an output ends; repeatable.")
+    seed: int = option(0, "Of what is drawn.")
+    dtype: str = option("float32", f"Of the computation: {', '.join(DTYPES)}.")
+    limit: int = option(8192, "The most tokens of a prompt and what is added to it.", min=1)
+    slots: int = option(Batching.slots, "Prompts that are continued together.", min=1)
+    ignore_config: list[str] | None = option(None, "Unknown key of config.json to go on without.", metavar="KEY")
 
 
 class Prompt(NamedTuple):
-    """A prompt.
-
-    Attributes:
-      given: its text or its messages, for what is written about it.
-      text: what the model reads.
-      tokens: of the text.
-    """
+    """A prompt as it was given, text or messages; the text that the model reads, and its tokens."""
 
     given: Any
     text: str
@@ -73,11 +59,7 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
-    """A checkpoint and how text is drawn from it.
-
-    Attributes:
-      template: writes text as a user's message, and messages; None for text as it is.
-    """
+    """A checkpoint and how text is drawn from it; without a template text is read as it is."""
 
     options: GenerateOptions
     tokenizer: Tokenizer
@@ -85,11 +67,7 @@ class Writer:
     model: Decoder | None = None  # not until all else is checked
 
     def prompt(self, given: Any) -> Prompt:
-        """Of text, or messages.
-
-        Raises:
-          ValueError: messages without a template.
-        """
+        """Of text, or messages."""
         if self.template is None:
             if not isinstance(given, str):
                 raise ValueError("a prompt has messages, which need the checkpoint's chat template: pass --chat.")
@@ -99,10 +77,7 @@ class Writer:
         return Prompt(given, text, self.tokenizer.encode_rendered(text)[0])
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """
-        Raises:
-          ValueError: rows of more than `limit` tokens.
-        """
+        """Refuses rows of more than `limit` tokens."""
         longest, length = max((len(prompt.tokens) for prompt in prompts), default=0), self.options.length
         if longest + length > self.options.limit:
             raise ValueError(
@@ -130,16 +105,9 @@ class Writer:
             return streams[number].stopped
 
         begin()
-        found = completions(
-            self.model,
-            [prompt.tokens for prompt in prompts],
-            options.length,
-            sampling=sampling_of(options),
-            key=jax.random.key(options.seed),
-            ends=end_tokens(options.folder, self.tokenizer),
-            batching=Batching(slots=options.slots),
-            watch=watch,
-        )
+        how = {"sampling": sampling_of(options), "key": jax.random.key(options.seed), "watch": watch}
+        how |= {"ends": end_tokens(options.folder, self.tokenizer), "batching": Batching(slots=options.slots)}
+        found = completions(self.model, [prompt.tokens for prompt in prompts], options.length, **how)
         for number, completion in found:
             rest, done[number] = streams[number].finish(), completion
             if number == shown:
@@ -178,12 +146,7 @@ def sampling_of(options: GenerateOptions) -> Sampling:
 
 
 def prompts_of(file: pathlib.Path) -> list[Any]:
-    """The text of each line, or of a .jsonl file also its messages.
-
-    Raises:
-      OSError: as of `models.data.text_files.read_bytes`.
-      ValueError: no text; a line of a .jsonl file that is no object with "prompt" or "messages"; bad messages; no line.
-    """
+    """The text of each line, or of a .jsonl file also its messages."""
     found: list[Any] = []
     if is_json_lines(file):
         for line in json_lines(file, 'a "prompt" that is a string, or with "messages"'):
@@ -207,8 +170,7 @@ def _next_line() -> str | None:
 
 def run(options: GenerateOptions) -> None:
     """Continues each prompt."""
-    if options.dtype not in DTYPES:
-        raise typer.BadParameter(f"{options.dtype!r} is not one of {', '.join(DTYPES)}.", param_hint="--dtype")
+    check_option("dtype", options.dtype, DTYPES)
     with errors_of_options():
         ignored = options.ignore_config or ()
         _, config = read_config(options.folder, ignore_config=ignored)

@@ -68,21 +68,13 @@ DEFAULT = Batching()
 
 
 class Rows(NamedTuple):
-    """The state of all rows, on the device; each program overwrites it.
+    """The state of all rows, on the device; each program overwrites it."""
 
-    Attributes:
-      cache: as of `Decoder.empty_cache`.
-      token: [S] int32, the last one drawn.
-      at: [S] int32, its position, which is not in the cache yet.
-      left: [S] int32, tokens to draw; 0 for a row that rests.
-      keys: [S], of each row's draws.
-    """
-
-    cache: Any
-    token: jax.Array
-    at: jax.Array
-    left: jax.Array
-    keys: jax.Array
+    cache: Any  # as of `Decoder.empty_cache`
+    token: jax.Array  # [S] int32, the last one drawn
+    at: jax.Array  # [S] int32, its position, which is not in the cache yet
+    left: jax.Array  # [S] int32, tokens to draw; 0 for a row that rests
+    keys: jax.Array  # [S], of each row's draws
 
 
 class Fixed(NamedTuple):
@@ -115,7 +107,6 @@ def _prefill(fixed: Fixed, params: nnx.State, rows: Rows, pieces: jax.Array, whe
       where: [R, 6] int32, of each: its row's slot, its prompt's number, the position of its first token, its tokens
         without padding, the prompt's tokens, and how many are to be drawn after it. A slot that does not exist stands
         for no piece.
-      key: of all draws.
     """
     slots, numbers, at, count, whole, length = where.T
     model = nnx.merge(fixed.graphdef, params)
@@ -139,19 +130,12 @@ def _prefill(fixed: Fixed, params: nnx.State, rows: Rows, pieces: jax.Array, whe
 
 
 class Drawn(NamedTuple):
-    """What `advance` did.
+    """What `advance` did."""
 
-    Attributes:
-      first: [S], each row's last token of before.
-      tokens: [steps, S], those drawn after it.
-      made: [S], how many of them there are.
-      left: [S], as of `Rows`.
-    """
-
-    first: jax.Array
-    tokens: jax.Array
-    made: jax.Array
-    left: jax.Array
+    first: jax.Array  # [S], each row's last token of before
+    tokens: jax.Array  # [steps, S], those drawn after it
+    made: jax.Array  # [S], how many of them there are
+    left: jax.Array  # [S], as of `Rows`
 
 
 @functools.partial(jax.jit, static_argnames=("fixed", "steps"), donate_argnames="rows")
@@ -184,13 +168,9 @@ def advance(fixed: Fixed, params: nnx.State, rows: Rows, stop: jax.Array, steps:
 def prefills(
     prompts: dict[int, tuple[int, Sequence[int]]], length: int, batching: Batching
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The pieces and `where` of each call of `_prefill`, [R, P] and [R, 6].
+    """The pieces and `where` of each call of `_prefill`, [R, P] and [R, 6], for prompts by slot: numbers and tokens.
 
     R is 1, or as many as `piece` and `slots` allow: two programs for each P.
-
-    Args:
-      prompts: by slot their numbers and tokens.
-      length: tokens to draw after each.
     """
     pieces = []  # (which of its prompt, tokens with padding, slot, first token, tokens)
     for slot, (_, tokens) in prompts.items():
@@ -211,10 +191,7 @@ def prefills(
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab: int) -> None:
-    """
-    Raises:
-      ValueError: an empty prompt, or a token that the model does not have.
-    """
+    """Checks whether there are no empty prompts, and no tokens that the model does not have."""
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {number} has no tokens: write one at least.")
@@ -234,20 +211,15 @@ def next_length(needed: int, held: int, most: int, bucket: int) -> int:
     return wanted if wanted > held or 2 * wanted <= held else held
 
 
+@dataclasses.dataclass
 class _Row:
-    """A row that is in use.
+    """A row that is in use: the number of its prompt, and what was drawn."""
 
-    Attributes:
-      number: of its prompt.
-      at: tokens of it that are in the cache.
-      most: tokens of it that will be there at the most.
-      tokens: what was drawn.
-    """
-
-    def __init__(self, number: int, prompt: int, length: int):
-        self.number, self.at, self.most = number, prompt, prompt + length
-        self.tokens: list[int] = []
-        self.is_new = True
+    number: int
+    at: int  # tokens of it that are in the cache
+    most: int  # and that will be there at the most
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    is_new: bool = True
 
     def take(self, slot: int, drawn: Drawn, ends: tuple[int, ...], watch: Watch) -> Completion | None:
         """Adds its new tokens. Its completion, if it has ended."""
@@ -264,16 +236,10 @@ class _Row:
 
 
 def completions(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    length: int,
-    *,
-    sampling: Sampling = GREEDY,
-    key: jax.Array | None = None,
-    ends: Sequence[int] = (),
-    batching: Batching = DEFAULT,
+    model: Decoder, prompts: Sequence[Sequence[int]], length: int, *, sampling: Sampling = GREEDY,
+    key: jax.Array | None = None, ends: Sequence[int] = (), batching: Batching = DEFAULT,
     watch: Watch = lambda number, token: False,
-) -> Iterator[tuple[int, Completion]]:
+) -> Iterator[tuple[int, Completion]]:  # fmt: skip
     """(number, completion) of each prompt, as they end, with up to `length` tokens drawn after each.
 
     Each prompt's result depends on the model, the prompt, its number, key and sampling only. Float sums may be rounded
@@ -303,7 +269,7 @@ def completions(
     waiting = iter(range(len(prompts)))
     while True:
         new = dict(zip([slot for slot in range(slots) if slot not in active], waiting, strict=False))
-        active |= {slot: _Row(number, len(prompts[number]), length) for slot, number in new.items()}
+        active |= {slot: _Row(n, len(prompts[n]), len(prompts[n]) + length) for slot, n in new.items()}
         if not active:
             return
         needed = max(min(row.at + batching.steps, row.most) for row in active.values())
@@ -323,11 +289,7 @@ def completions(
 def lowered(
     model: Decoder, prompt: Sequence[int], length: int, *, sampling: Sampling, key: jax.Array
 ) -> Iterator[jax.stages.Lowered]:
-    """The programs that `generate(model, [prompt], length)` begins with, to be compiled before there is a model.
-
-    Args:
-      model: of `jax.ShapeDtypeStruct`s, on one device.
-    """
+    """The programs that `generate(model, [prompt], length)` begins with, for a model of `jax.ShapeDtypeStruct`s."""
     state = nnx.state(model)
     device = jax.tree.leaves(state)[0].sharding
     placed = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)

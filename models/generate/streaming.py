@@ -14,16 +14,8 @@ class TextStream:
     and on the character that it completes. So it is decoded after the last tokens that had text and ended with a whole
     character.
 
-    Attributes:
-      text: what `add` and `finish` have returned.
-      stopped: whether a stop word was found. The text ends before it.
-
-    Args:
-      prompt: the tokens before.
-      stops: the stop words; one may begin and end within tokens.
-
-    Raises:
-      ValueError: an empty stop word.
+    `text` is what `add` and `finish` have returned, `stopped` whether a stop word was found, before which it ends. Stop
+    words may begin and end within tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()):

@@ -23,18 +23,9 @@ from models.generate.inference import inference_dtype
 from models.hf.config import MODELS, OF_A_RUN, read_config, write_config
 from models.hf.names import EMBEDDING, HEAD, Entry, Path, table
 from models.hf.place import Placed
-from models.hf.tensors import (
-    INDEX,
-    Stored,
-    Tensor,
-    is_finite,
-    new_header,
-    read_ahead,
-    read_headers,
-    stored_in,
-    write_file,
-)
+from models.hf.tensors import INDEX, Tensor, is_finite, new_header, read_ahead, read_headers, stored_in, write_file
 from models.precision import DTYPES
+from models.training.terminal import first_of
 from models.training.whole_files import verify, written_whole
 
 NAMED = 20  # things that are wrong, in one error
@@ -45,8 +36,7 @@ Params = dict[Path, Any]
 
 def _raise(folder: pathlib.Path, wrong: list[str]) -> None:
     if wrong:
-        more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
-        raise ValueError(f"{folder}: {'; '.join(wrong[:NAMED])}{more}.")
+        raise ValueError(f"{folder}: {first_of(wrong, NAMED, '; ')}.")
 
 
 def _is_loaded(name: str, architecture: str, config: DecoderConfig) -> bool:
@@ -69,13 +59,9 @@ def uses_of(entries: Iterable[Entry], shapes: dict[Path, Any]) -> dict[str, list
 
 
 def load(
-    folder: str | pathlib.Path,
-    *,
-    mesh: Mesh | None = None,
-    param_dtype: str = "float32",
-    ignore_config: Collection[str] = (),
-    **options: Any,
-) -> tuple[str, Decoder]:
+    folder: str | pathlib.Path, *, mesh: Mesh | None = None, param_dtype: str = "float32",
+    ignore_config: Collection[str] = (), **options: Any,
+) -> tuple[str, Decoder]:  # fmt: skip
     """(architecture, model) of a checkpoint, read tensor by tensor into parameters on their devices.
 
     The host holds two tensors at a time, of experts in one tensor two experts, and parameters of less than 16 MB a
@@ -158,29 +144,20 @@ def load(
         if not all(flags):
             wrong.append(f"{name} in {stored[name].tensors[0].file.name} has a NaN or an infinity")
     params: Params = {path: placed.pop(path).whole() if path in paths else shapes[path] for path in shapes}
-    if tied_head and not _equal(stored[HEAD.name], params[EMBEDDING.path]):
-        wrong.append(f"{HEAD.name} is not {EMBEDDING.name}, and config.json ties them (tie_word_embeddings)")
+    if tied_head:
+        head, shards = stored[HEAD.name].read(), params[EMBEDDING.path].addressable_shards
+        if not all(np.array_equal(head[shard.index].astype(shard.data.dtype), shard.data) for shard in shards):
+            wrong.append(f"{HEAD.name} is not {EMBEDDING.name}, and config.json ties them (tie_word_embeddings)")
     _raise(folder, wrong)
     nnx.replace_by_pure_dict(abstract, traverse_util.unflatten_dict(params))
     return architecture, nnx.merge(graphdef, abstract)
 
 
-def _equal(head: Stored, embedding: jax.Array) -> bool:
-    whole = head.read().astype(embedding.dtype)
-    return all(np.array_equal(whole[shard.index], shard.data) for shard in embedding.addressable_shards)
-
-
 def save(
-    folder: str | pathlib.Path,
-    architecture: str,
-    model: Decoder,
-    *,
-    like: str | pathlib.Path | None = None,
-    dtype: str = "float32",
-    max_bytes: int = 5 * 10**9,
-    end: int | None = None,
+    folder: str | pathlib.Path, architecture: str, model: Decoder, *, like: str | pathlib.Path | None = None,
+    dtype: str = "float32", max_bytes: int = 5 * 10**9, end: int | None = None,
     beside: dict[str, str | bytes] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Writes a checkpoint that transformers loads, as one file or several with an index, and SHA256SUMS.
 
     The files get their names when all are complete. The host holds one tensor at a time.
@@ -251,16 +228,12 @@ def _save_new(folder: pathlib.Path, uses: dict[str, list[Use]], params: Params, 
         write_file(folder / file, header, makes)
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        (folder / INDEX).write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n", "utf-8"
-        )
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
 def _copy_beside(new: pathlib.Path, like: pathlib.Path, architecture: str, config: DecoderConfig) -> None:
-    """
-    Raises:
-      ValueError: a checkpoint of another architecture or with other settings.
-    """
+    """config.json and other small files of `like`, which must be of the same architecture and settings."""
     # Unknown keys have been checked when the model was loaded.
     named, settings = read_config(like, ignore_config=None, **{name: getattr(config, name) for name in OF_A_RUN})
     if named != architecture or settings != config:
@@ -271,13 +244,9 @@ def _copy_beside(new: pathlib.Path, like: pathlib.Path, architecture: str, confi
 
 
 def _save_like(
-    new: pathlib.Path,
-    like: pathlib.Path,
-    uses: dict[str, list[Use]],
-    params: Params,
-    architecture: str,
+    new: pathlib.Path, like: pathlib.Path, uses: dict[str, list[Use]], params: Params, architecture: str,
     config: DecoderConfig,
-) -> None:
+) -> None:  # fmt: skip
     wrong: list[str] = []
     files = list(read_headers(like))
     loaded = [tensor for _, _, some in files for tensor in some if _is_loaded(tensor.name, architecture, config)]

@@ -13,6 +13,7 @@ from models.decoder import DecoderConfig
 from models.hf.families import MODELS, Keys, keys_of, layer_kinds, settings_of
 from models.hf.rope import Rope
 from models.hf.unread import MEANINGLESS, MEANINGLESS_OF_ROPE, READ_FOR_ALL, says_nothing
+from models.precision import Computation
 
 NAME = "config.json"
 MOST_TOKENS = 2**31  # tokens are int32
@@ -20,16 +21,8 @@ NULL_COUNTS = {key for key, of in Keys.model_fields.items() if type(None) in typ
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers reads any of them
 # Settings of a `DecoderConfig` that no checkpoint has.
 OF_A_RUN = (
-    "dtype",
-    "recipe",
-    "fp8_experts",
-    "attention",
-    "max_documents",
-    "backend",
-    "policy",
-    "unroll",
-    "sums",
-    "stored_fp8",
+    *(field.name for field in dataclasses.fields(Computation)),
+    *("fp8_experts", "attention", "max_documents", "stored_fp8"),
 )
 
 
@@ -45,12 +38,7 @@ def _number(text: str) -> int | float:
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """Numbers that are whole are int, however they are written.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is no JSON object.
-    """
+    """Numbers that are whole are int, however they are written."""
     try:
         found = json.loads(file.read_bytes(), parse_float=_number)
     except (ValueError, RecursionError) as error:
@@ -88,10 +76,7 @@ def _flat(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_unread(architecture: str, given: dict[str, Any], unread: list[str], ignored: Collection[str] | None) -> None:
-    """
-    Raises:
-      ValueError: unread keys that are not ignored, or an ignored key that is not there or counts.
-    """
+    """Refuses unread keys that are not ignored, and ignored keys that are not there or count."""
     counts = {*MODELS[architecture].reads, *READ_FOR_ALL, *(EXPERTS if MODELS[architecture].has_experts else ())}
     if wrong := [key for key in ignored or () if key not in given or key in counts]:
         raise ValueError(
@@ -109,14 +94,7 @@ def _check_unread(architecture: str, given: dict[str, Any], unread: list[str], i
 
 
 def _settings(architecture: str, given: dict[str, Any], ignored: Collection[str] | None = ()) -> dict[str, Any]:
-    """What `given`, the keys of a config.json, say of a `DecoderConfig`.
-
-    Args:
-      ignored: as `ignore_config` of `read_config`.
-
-    Raises:
-      ValueError: unknown or contradicting keys, values that are invalid, or features that the decoder does not have.
-    """
+    """What the given keys of a config.json say of a `DecoderConfig`; ignored: `ignore_config` of `read_config`."""
     family = MODELS[architecture]
     given = _flat(given)
     read = {key: value for key, value in given.items() if value is not None or key in NULL_COUNTS & family.reads}
@@ -156,9 +134,8 @@ def read_config(
         architecture = _architecture(given)
         return architecture, DecoderConfig(**_settings(architecture, given, ignore_config), **options)
     except pydantic.ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r}: {wrong['msg']}" for wrong in error.errors()
-        )
+        wrong = [(".".join(map(str, one["loc"])), one["input"], one["msg"]) for one in error.errors()]
+        problems = "; ".join(f"{key} is {value!r}: {says}" for key, value, says in wrong)
         raise ValueError(f"{file}: {problems}.") from error
     except ValueError as error:
         raise ValueError(f"{file}: {str(error).rstrip('.')}.") from error
@@ -176,13 +153,7 @@ def _differing(architecture: str, config: DecoderConfig, keys: dict[str, Any]) -
 
 
 def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig, end: int | None) -> None:
-    """
-    Args:
-      end: the token that ends a text, or None.
-
-    Raises:
-      ValueError: a model that the architecture's config.json cannot describe.
-    """
+    """Writes config.json of a model that it can describe; end: the token that ends a text."""
     family = MODELS[architecture]
     keys = keys_of(family, config)
     if differing := _differing(architecture, config, keys):
@@ -197,11 +168,7 @@ def write_config(folder: pathlib.Path, architecture: str, config: DecoderConfig,
 
 
 def ends_in(file: pathlib.Path) -> tuple[int, ...]:
-    """The tokens that end a text, as eos_token_id of a config.json or generation_config.json says; of no file none.
-
-    Raises:
-      ValueError: no JSON object, or no tokens.
-    """
+    """The tokens that end a text, as eos_token_id of a config.json or generation_config.json says; of no file none."""
     given = read_json(file).get("eos_token_id") if file.exists() else None
     found = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(token) is int and 0 <= token < MOST_TOKENS for token in found):

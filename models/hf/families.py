@@ -128,27 +128,18 @@ DEFAULT_ROPE = Rope()
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """An architecture.
+    """An architecture."""
 
-    Attributes:
-      model_type: its name in config.json.
-      defaults: what it reads beside `ReadByAll`, and other defaults than there.
-      fixed: settings of a `DecoderConfig` that no key says.
-      slides: whether a layer has the window, without layer_types.
-      experts: the key of their number.
-      rope: rotary positions where config.json says none.
-      expert_names: the folder of the experts, and the names of gate, up and down; gpt-oss has others.
-      shared: the folder of the shared expert.
-    """
-
-    model_type: str
-    defaults: dict[str, Any]
-    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    model_type: str  # its name in config.json
+    defaults: dict[str, Any]  # what it reads beside `ReadByAll`, and other defaults than there
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of a `DecoderConfig` that no key says
+    # Whether a layer has the window, without layer_types.
     slides: Callable[[Keys, int], bool] = lambda keys, layer: keys.sliding_window is not None
-    experts: str = "num_experts"
-    rope: Rope = DEFAULT_ROPE
+    experts: str = "num_experts"  # the key of their number
+    rope: Rope = DEFAULT_ROPE  # where config.json says none
+    # The folder of the experts, and the names of gate, up and down; gpt-oss has others.
     expert_names: tuple[str, ...] = ("mlp", "gate_proj", "up_proj", "down_proj")
-    shared: str = ""
+    shared: str = ""  # the folder of the shared expert
 
     @property
     def reads(self) -> set[str]:
@@ -240,11 +231,7 @@ MODELS = {
 
 
 def window_of(family: Family, keys: Keys) -> tuple[int | None, tuple[int, ...] | None]:
-    """How many tokens a token sees, and in which layers; None for all.
-
-    Raises:
-      ValueError: layer_types that are none, or contradict another key.
-    """
+    """How many tokens a token sees, and in which layers; None for all."""
     layers, kinds = range(keys.num_hidden_layers), keys.layer_types
     if kinds is None:
         kinds = [SLIDING if family.slides(keys, layer) else FULL for layer in layers]
@@ -267,11 +254,7 @@ def layer_kinds(layers: int, window: int | None, sliding: tuple[int, ...] | None
 
 
 def settings_of(family: Family, keys: Keys) -> dict[str, Any]:
-    """Settings of a `DecoderConfig`.
-
-    Raises:
-      ValueError: keys that do not fit together.
-    """
+    """Settings of a `DecoderConfig`."""
     heads, reads = keys.num_attention_heads, family.reads
     if isinstance(keys.quantization_config, Mxfp4) and family is not MODELS["GptOssForCausalLM"]:
         raise ValueError("quantization_config is mxfp4, which only GptOssForCausalLM has here")

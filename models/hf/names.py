@@ -15,24 +15,15 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A decoder parameter's tensors in a checkpoint.
+    """A decoder parameter's tensors in a checkpoint."""
 
-    Attributes:
-      path: of the parameter.
-      name: of its tensors; {layer} numbers the first axis, {expert} the second.
-      transposed: whether they are [out, in], as torch's linear layers.
-      layers: the numbers of the layers along the first axis.
-      part: which of `parts` interleaved ones of a tensor's last axis it is (gpt-oss has gate and up in one).
-      by_expert: whether a tensor's first axis are the experts, which are read one by one.
-    """
-
-    path: Path
-    name: str
-    transposed: bool = False
-    layers: tuple[int, ...] = ()
-    part: int = 0
+    path: Path  # of the parameter
+    name: str  # of its tensors; {layer} numbers the first axis, {expert} the second
+    transposed: bool = False  # whether they are [out, in], as torch's linear layers
+    layers: tuple[int, ...] = ()  # the numbers of the layers along the first axis
+    part: int = 0  # which of `parts` interleaved ones of a tensor's last axis it is (gpt-oss has gate and up in one)
     parts: int = 1
-    by_expert: bool = False
+    by_expert: bool = False  # whether a tensor's first axis are the experts, which are read one by one
 
     def tensors(self, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, index into the parameter) of each tensor of a parameter of `shape`."""

@@ -36,12 +36,7 @@ def _within(index: tuple[int, ...], bounds: Bounds) -> bool:
 
 
 class Placed:
-    """A parameter that is put together piece by piece.
-
-    Args:
-      shape, dtype: of the parameter.
-      sharding: how it is split over the devices; None for the default device.
-    """
+    """A parameter that is put together piece by piece, without a sharding on the default device."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Sharding | None):
         self.shape, self.dtype = shape, dtype
@@ -65,11 +60,7 @@ class Placed:
         return any(_within(index, bounds) for bounds in self.devices)
 
     def put(self, index: tuple[int, ...], piece: np.ndarray) -> tuple[list[jax.Array], list[Any]]:
-        """Sets parameter[index].
-
-        Returns:
-          The arrays on devices that `piece` is being copied into; for each part of it whether it is finite.
-        """
+        """Sets parameter[index]: (device arrays that `piece` is copied into, whether each part of it is finite)."""
         sent: list[jax.Array] = []
         finite: list[Any] = []
         for bounds, devices in self.devices.items():

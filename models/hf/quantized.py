@@ -45,11 +45,8 @@ def to_fp8(matrix: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """blocks [out, in / 32, 16] uint8, two values a byte, the first in the low bits; scales [out, in / 32], exponents.
-
-    Returns:
-      float32 [in, out].
-    """
+    """blocks [out, in / 32, 16] uint8, two values a byte, the first in the low bits; scales [out, in / 32], exponents
+    -> float32 [in, out]."""
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1)
     values = np.where(codes & 8, -FP4[codes & 7], FP4[codes & 7]).reshape(*scales.shape, FP4_BLOCK)
     exponents = scales.astype(np.int32) - E8M0_BIAS

@@ -47,13 +47,7 @@ class Rope(pydantic.BaseModel):
         return given
 
     def scaling(self, longest: int, original: int | None) -> RopeScaling | None:
-        """
-        Args:
-          longest, original: the configuration's max_position_embeddings and original_max_position_embeddings.
-
-        Raises:
-          ValueError: a kind without its numbers.
-        """
+        """By the configuration's max_position_embeddings and original_max_position_embeddings."""
         kind = self.rope_type
         if kind == "default":
             return None

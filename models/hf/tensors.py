@@ -38,25 +38,17 @@ FLOATS = ("F32", "F16", "BF16")
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file.
-
-    Attributes:
-      start, end: its bytes in the file.
-    """
+    """A tensor of a file."""
 
     file: pathlib.Path
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int
+    start: int  # its bytes in the file
     end: int
 
     def read(self, at: int | None = None) -> np.ndarray:
-        """The tensor, or only number `at` of its first axis.
-
-        Raises:
-          ValueError: the file ends before.
-        """
+        """The tensor, or only number `at` of its first axis."""
         shape, start, size = self.shape, self.start, self.end - self.start
         if at is not None:
             size //= shape[0]
@@ -69,12 +61,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor as it is stored.
-
-    Attributes:
-      kind: "float" for one tensor; "raw" for float8 that stays so; "fp8" and "mxfp4" for values and scales.
-      tensors: one or two.
-    """
+    """A tensor as it is stored: "float" in one tensor, or "raw" in float8 that stays so, or as values and scales."""
 
     name: str
     kind: Literal["float", "raw", "fp8", "mxfp4"]
@@ -86,11 +73,7 @@ class Stored:
         return (shape[0], math.prod(shape[2:]) * 2, shape[1]) if self.kind == "mxfp4" else shape
 
     def read(self, at: int | None = None) -> np.ndarray:
-        """The tensor, or only number `at` of its first axis: float32, but bfloat16, float16 and raw float8 as they are.
-
-        Raises:
-          ValueError: the file ends before.
-        """
+        """As of `Tensor.read`: float32, but bfloat16, float16 and raw float8 as they are."""
         arrays = [tensor.read(at) for tensor in self.tensors]
         if self.kind == "fp8":
             return hf_quantized.from_fp8(*arrays)
@@ -109,11 +92,7 @@ class Stored:
 
 
 def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
-    """
-    Raises:
-      FileNotFoundError: there is no checkpoint, or it lacks a file that its index names.
-      ValueError: an index that says no files.
-    """
+    """The files of a checkpoint, or an error if one is missing."""
     index, names = folder / INDEX, ["model.safetensors"]
     if index.exists():
         given = read_json(index).get("weight_map")
@@ -129,11 +108,7 @@ def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def read_headers(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, bytes, list[Tensor]]]:
-    """(file, the bytes before its tensors, its tensors in the order of their bytes) of each file of a checkpoint.
-
-    Raises:
-      FileNotFoundError, ValueError: as of `files_of`; a file that is no safetensors file.
-    """
+    """(file, the bytes before its tensors, its tensors in the order of their bytes) of each file of a checkpoint."""
     for file in files_of(folder):
         try:
             with safetensors.safe_open(file, "np"):  # checks the header, and that the tensors fill the file
@@ -152,11 +127,7 @@ def read_headers(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, bytes, li
 
 
 def stored_in(tensors: list[Tensor], raw: bool, wrong: list[str]) -> dict[str, Stored]:
-    """Tensors by the names of what they hold; `wrong` collects those that cannot be read.
-
-    Args:
-      raw: whether float8 weights and their scales stay as they are.
-    """
+    """Tensors by the names of what they hold; `wrong` collects those that cannot be read; `raw` keeps float8."""
     by_name: dict[str, Tensor] = {}
     for tensor in tensors:
         if tensor.name in by_name:

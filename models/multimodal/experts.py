@@ -17,30 +17,18 @@ init_experts = nnx.initializers.lecun_normal(batch_axis=(0,))
 
 
 class Routed(NamedTuple):
-    """What the routers decided, stacked over [layers].
+    """What the routers decided, stacked over [layers]."""
 
-    Attributes:
-      aux_loss: load-balancing loss: each modality's `jaxops.Routing.aux_loss`, weighted by its share of the rows.
-      load: assignments of each expert, those for text first.
-    """
-
-    aux_loss: jax.Array
-    load: jax.Array
+    aux_loss: jax.Array  # each modality's `jaxops.Routing.aux_loss`, weighted by its share of the rows
+    load: jax.Array  # assignments of each expert, those for text first
 
 
 class Counts(NamedTuple):
-    """What `Routed` is computed from, of a device's rows.
+    """What `Routed` is computed from, of a device's rows; sharded, the load is of all rows of the axes `EXPERTS`."""
 
-    Attributes:
-      scores: [experts] each expert's mean score times the rows of its modality, those for text first.
-      rows: [2] of text and of images.
-      load: [experts] assignments, device by device, on each one text's experts first; sharded, of all rows of the axes
-        `EXPERTS`.
-    """
-
-    scores: jax.Array
-    rows: jax.Array
-    load: jax.Array
+    scores: jax.Array  # [experts] each expert's mean score times the rows of its modality, those for text first
+    rows: jax.Array  # [2] of text and of images
+    load: jax.Array  # [experts] assignments, device by device, on each one text's experts first
 
     def routed(self, config: Any, *, sharded: bool) -> Routed:
         """Of one layer. By `jax.vmap` of all: the counts are summed over devices once, not in each layer of a scan."""
@@ -89,12 +77,7 @@ class ModalityExperts(nnx.Module):
         self.image = Side(c.width, c.image_hidden, c.image_experts, rngs=rngs)
 
     def __call__(self, x: jax.Array, of_image: jax.Array, in_document: jax.Array) -> tuple[jax.Array, Counts]:
-        """
-        Args:
-          x: [T, width].
-          of_image: [T] bool, whose experts a row takes.
-          in_document: [T] bool; other rows take none, and their result is zero.
-        """
+        """Of rows x [T, width] by the experts of their modality; zeros where in_document is False, both [T] bool."""
         logits = self.text.router(x.astype(jnp.float32)), self.image.router(x.astype(jnp.float32))
         if not self.sharded:
             y, routing = self._mixed(x, logits, of_image, in_document, 1)
@@ -126,15 +109,12 @@ class ModalityExperts(nnx.Module):
             routing = routing.own((c.text_experts + c.image_experts) // devices, EXPERTS)
         dtype = jnp.dtype(c.dtype)
         out_dtype = jnp.float32 if self.sharded else dtype
+        how: dict[str, Any]
         if c.recipe is not None:
-            how: dict[str, Any] = {"compute_dtype": dtype, "out_dtype": out_dtype, "backend": c.backend}
+            how = {"compute_dtype": dtype, "out_dtype": out_dtype, "backend": c.backend}
             return self._mixed_fp8(x, routing, **how), routing
-        multiply = functools.partial(
-            jaxops.modality_grouped_matmul,
-            group_offsets=routing.group_offsets,
-            compute_dtype=dtype,
-            backend=c.backend,
-        )
+        how = {"group_offsets": routing.group_offsets, "compute_dtype": dtype, "backend": c.backend}
+        multiply = functools.partial(jaxops.modality_grouped_matmul, **how)
         gate, up, down = zip(self.text.weights(), self.image.weights(), strict=True)
         rows = jaxops.permute(x, routing, backend=c.backend)
         rows = multiply(jax.nn.silu(multiply(rows, gate)) * multiply(rows, up), down)
@@ -153,8 +133,7 @@ class ModalityExperts(nnx.Module):
 
     def _counts(self, logits: Sides, of_image: jax.Array, in_document: jax.Array, load: jax.Array) -> Counts:
         mine = in_document & ~of_image, in_document & of_image
-        scores = [
-            jnp.sum(jnp.where(own[:, None], jax.nn.softmax(x), 0), 0) for x, own in zip(logits, mine, strict=True)
-        ]
+        each = zip(logits, mine, strict=True)
+        scores = [jnp.sum(jnp.where(own[:, None], jax.nn.softmax(x), 0), 0) for x, own in each]
         rows = jnp.stack([jnp.sum(own, dtype=jnp.float32) for own in mine])
         return Counts(jnp.concatenate(scores), rows, load)

@@ -23,34 +23,23 @@ class Tokens(NamedTuple):
 
 
 class Document(NamedTuple):
-    """Text and images in turn.
+    """Text and images in turn: int32 [length], and uint8 [height, width, channels] with sides divisible by the patch.
 
-    Attributes:
-      parts: text is int32 [length], an image uint8 [height, width, channels] with sides divisible by the patch. The
-        model predicts each text token from what is before it, but the first.
-      stop: the token after the last part if that is text, else -1.
+    The model predicts each text token from what is before it, but the first.
     """
 
     parts: tuple[np.ndarray, ...]
-    stop: int = -1
+    stop: int = -1  # the token after the last part if that is text
 
 
 class Room(NamedTuple):
-    """Sizes of a batch, which are the same for all of them: one compiled step.
+    """Sizes of a batch, which are the same for all of them: one compiled step."""
 
-    Attributes:
-      rows: tokens and patches.
-      predictions: of text tokens.
-      documents: at most; three times as many runs of text or of an image's patches.
-      patch: side of a patch.
-      channels: of images.
-    """
-
-    rows: int
-    predictions: int
-    documents: int
-    patch: int
-    channels: int
+    rows: int  # tokens and patches
+    predictions: int  # of text tokens
+    documents: int  # at most; three times as many runs of text or of an image's patches
+    patch: int  # side of a patch
+    channels: int  # of images
 
     @property
     def limits(self) -> tuple[int, int, int, int]:
@@ -65,28 +54,19 @@ class Room(NamedTuple):
 class Batch(NamedTuple):
     """Rows of documents, one after another. A segment is a run of text or an image.
 
-    Attributes:
-      tokens: [T] int32; 0 in rows of images and after the last document.
-      patches: [T, patch * patch * channels] float32 from -1 to 1; 0 in other rows.
-      sequence_offsets: [D + 1] int32, where each document starts, then where the last one ends. With fewer than D the
-        last ones are empty.
-      segment_offsets: [S + 1] int32, likewise.
-      is_image: [S] bool.
-      is_read: [S] bool: the image has text after it in its document, so the model sees it as it is. Others are drawn.
-      grids: [S, 2] int32, rows and columns of patches; 1 by 1 for text.
-      predicting: [N] int32, the rows that predict a text token.
-      targets: [N] int32, those tokens; -1 for none, at the end.
+    An image that has text after it in its document is read: the model sees it as it is. Others are drawn. Of fewer than
+    D documents the last ones are empty.
     """
 
-    tokens: Any
-    patches: Any
-    sequence_offsets: Any
-    segment_offsets: Any
-    is_image: Any
-    is_read: Any
-    grids: Any
-    predicting: Any
-    targets: Any
+    tokens: Any  # [T] int32; 0 in rows of images and after the last document
+    patches: Any  # [T, patch * patch * channels] float32 from -1 to 1; 0 in other rows
+    sequence_offsets: Any  # [D + 1] int32, where each document starts, then where the last one ends
+    segment_offsets: Any  # [S + 1] int32, likewise
+    is_image: Any  # [S] bool
+    is_read: Any  # [S] bool
+    grids: Any  # [S, 2] int32, rows and columns of patches; 1 by 1 for text
+    predicting: Any  # [N] int32, the rows that predict a text token
+    targets: Any  # [N] int32, those tokens; -1 for none, at the end
 
     def counted(self) -> Any:
         """Predicted tokens and drawn patches, summed over stacked batches, int32."""
@@ -138,11 +118,7 @@ def size_of(document: Document, patch: int) -> tuple[int, int, int, int]:
 
 
 def lay_out(documents: Sequence[Document], room: Room) -> Batch:
-    """The documents, in order, as a batch.
-
-    Raises:
-      ValueError: they do not fit.
-    """
+    """The documents, in order, as a batch."""
     sizes = np.array([size_of(document, room.patch) for document in documents]).reshape(-1, len(room.limits)).sum(0)
     if (sizes > room.limits).any():
         raise ValueError(
@@ -198,27 +174,16 @@ def every_document_once(documents: Sequence[Document], room: Room) -> list[tuple
 def document_batches(
     documents: Callable[[np.random.Generator], Sequence[Document]], room: Room, accumulate: int, seed: int
 ) -> Callable[[int], Batch]:
-    """The batch of each step, [accumulate, ...] micro-batches of `room`: a function of seed and step.
+    """As of `models.data.images.in_epochs`, of micro-batches of `room`.
 
     Every epoch has its own documents, in its own order; the few after its last full batch are left out.
-
-    Args:
-      documents: all documents of an epoch.
     """
 
     @functools.lru_cache(maxsize=2)
-    def packed(epoch: int) -> tuple[Sequence[Document], list[list[int]]]:
-        rng = np.random.default_rng((seed, epoch))
+    def epoch(which: int) -> tuple[list[list[int]], Callable[[list[int]], Batch]]:
+        rng = np.random.default_rng((seed, which))
         made = documents(rng)
-        return made, in_batches([[document] for document in made], rng.permutation(len(made)).tolist(), room)
+        chosen = in_batches([[document] for document in made], rng.permutation(len(made)).tolist(), room)
+        return chosen, lambda some: lay_out([made[i] for i in some], room)
 
-    # An epoch of fewer batches than the first one begins again.
-    steps = max(1, (len(packed(0)[1]) - 1) // accumulate)
-
-    def batch(step: int) -> Batch:
-        epoch, place = divmod(step, steps)
-        made, chosen = packed(epoch)
-        numbers = [(place * accumulate + micro) % len(chosen) for micro in range(accumulate)]
-        return images.stack([lay_out([made[i] for i in chosen[number]], room) for number in numbers])
-
-    return batch
+    return images.in_epochs(epoch, max(1, (len(epoch(0)[0]) - 1) // accumulate), accumulate)

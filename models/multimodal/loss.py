@@ -13,16 +13,11 @@ from models.multimodal.model import Multimodal, layout_of
 
 
 class Losses(NamedTuple):
-    """Sums, and of how many rows.
+    """Sums, and of how many rows."""
 
-    Attributes:
-      text: cross-entropies in nats, of `predictions` tokens.
-      image: mean squared errors of a patch's velocity, of `patches` drawn patches.
-    """
-
-    text: jax.Array
+    text: jax.Array  # cross-entropies in nats
     predictions: jax.Array
-    image: jax.Array
+    image: jax.Array  # mean squared errors of a drawn patch's velocity
     patches: jax.Array
 
 
@@ -55,13 +50,8 @@ def losses_of(
     drawn = layout.of_image & ~batch.is_read[layout.segment]
     predicted = batch.targets >= 0
     text = cross_entropies(model.last_layer(), rows_at(x, batch.predicting), jnp.where(predicted, batch.targets, -1))
-    losses = Losses(
-        text,
-        jnp.sum(predicted),
-        total(jnp.sum(jnp.where(own_rows(drawn), errors, 0))),
-        jnp.sum(drawn),
-    )
-    return losses, routed
+    image = total(jnp.sum(jnp.where(own_rows(drawn), errors, 0)))
+    return Losses(text, jnp.sum(predicted), image, jnp.sum(drawn)), routed
 
 
 def loss_fn(

@@ -17,22 +17,24 @@ from flax import nnx
 from pydantic import PositiveFloat, PositiveInt
 
 import jaxops
-from jaxops.offload import Policy
 from models.decoder import DecoderConfig
 from models.decoder.attention import Attention, Seen
 from models.decoder.rope import turns
-from models.distributed.mesh import Splits, whole_layers, whole_part
+from models.distributed.mesh import Splits, whole_part
 from models.distributed.tensor_parallel import WholeLinear, attend, devices, embed, first_row, own_rows, wide
 from models.dit.model import TimeEmbedding, position_embedding, segments
-from models.layers import apply_layers, stacked
+from models.layers import apply_layers, options_of, stacked
 from models.multimodal.experts import Counts, ModalityExperts, Routed
 from models.multimodal.interleaved import Batch
-from models.precision import Backend, Dtype, Recipe
+from models.precision import Computation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MultimodalConfig:
+class MultimodalConfig(Computation):
     """Sizes and choices of a `Multimodal`.
+
+    The residual stream is in dtype; modulations, logits, velocities and routers' products are float32. These and
+    embeddings are never in FP8.
 
     Attributes:
       vocab: text tokens, with those around images.
@@ -43,16 +45,6 @@ class MultimodalConfig:
       image_experts, image_hidden: for images.
       top_k: experts of a row.
       normalize: whether a row's expert weights are divided by their sum.
-      dtype: of the computation and the residual stream; parameters, modulations, logits, velocities and routers'
-        products are float32.
-      recipe: FP8 recipe of attention's and experts' products; None for dtype. Embeddings, modulations, routers,
-        logits and velocities are never in FP8.
-      backend: of jaxops' ops.
-      policy: what a block's backward reads from the device or the host, and what it recomputes (`jaxops.offload`).
-        Names: "carry" (the block's input), and those of jaxops' ops. None keeps everything.
-      unroll: whether layers are unrolled instead of scanned: faster steps, longer compilation; not with an offloading
-        policy.
-      sums: dtype in which gradients are summed over the devices of a mesh, at least dtype.
     """
 
     vocab: PositiveInt
@@ -72,12 +64,6 @@ class MultimodalConfig:
     rope_base: PositiveFloat = 10_000.0
     norm_epsilon: PositiveFloat = 1e-6
     tie_embeddings: bool = False
-    dtype: Dtype = "float32"
-    recipe: Recipe | None = None
-    backend: Backend = "auto"
-    policy: Policy | None = None
-    unroll: bool = False
-    sums: Dtype = "float32"
 
     def __post_init__(self):
         if self.top_k > min(self.text_experts, self.image_experts):
@@ -90,7 +76,7 @@ class MultimodalConfig:
         self.decoder()
 
     def check_tensor(self, devices: int) -> None:
-        """Whether the mesh axis `tensor` can have so many devices.
+        """Checks whether the mesh axis `tensor` can have so many devices.
 
         Raises:
           ValueError: it does not divide the heads or the vocabulary.
@@ -110,27 +96,19 @@ class MultimodalConfig:
 
 
 class Layout(NamedTuple):
-    """What all layers need of a batch's structure.
+    """What all layers need of a batch's structure, the first three as of `models.multimodal.interleaved.Batch`.
 
     T are all rows of the batch. Over a mesh axis `tensor` blocks get `own`.
-
-    Attributes:
-      sequence_offsets, segment_offsets, is_image: as of `models.multimodal.interleaved.Batch`.
-      segment: [T], each row's.
-      in_document: [T] bool; False after the last one.
-      of_image: [T] bool.
-      positions: [T] int32, places in the document: of an image's patches all one.
-      visible_until: [T] int32, the first row that a row sees no more.
     """
 
     sequence_offsets: jax.Array
     segment_offsets: jax.Array
     is_image: jax.Array
-    segment: jax.Array
-    in_document: jax.Array
-    of_image: jax.Array
-    positions: jax.Array
-    visible_until: jax.Array
+    segment: jax.Array  # [T], each row's
+    in_document: jax.Array  # [T] bool; False after the last one
+    of_image: jax.Array  # [T] bool
+    positions: jax.Array  # [T] int32, places in the document: of an image's patches all one
+    visible_until: jax.Array  # [T] int32, the first row that a row sees no more
 
     def own(self) -> "Layout":
         """Of own rows what AdaLN and the experts read, of all rows what attention reads.
@@ -173,16 +151,14 @@ class Modulation(nnx.Module):
     """
 
     def __init__(self, config: MultimodalConfig, scales: int, *, gated: bool, rngs: nnx.Rngs):
-        c, parts = config, scales * (3 if gated else 2)
-        self.gated = gated
-        self.head = WholeLinear(
-            c.width, parts * c.width, dtype=jnp.dtype(c.dtype), kernel_init=nnx.initializers.zeros_init(), rngs=rngs
-        )
+        c, self.gated, self.parts = config, gated, scales * (3 if gated else 2)
+        how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "kernel_init": nnx.initializers.zeros_init()}
+        self.head = WholeLinear(c.width, self.parts * c.width, **how, rngs=rngs)
         self.scale = nnx.Param(jnp.ones((scales, c.width)))
 
     def __call__(self, cond: jax.Array, layout: Layout) -> list[jax.Array]:
         """[S, width] float32 each: scale, shift and, if gated, gate, for each norm of a block."""
-        image = jnp.split(self.head(jax.nn.silu(cond)).astype(jnp.float32), self._parts(), axis=1)
+        image = jnp.split(self.head(jax.nn.silu(cond)).astype(jnp.float32), self.parts, axis=1)
         text = []
         for scale in self.scale[...]:
             text += [scale - 1, 0.0, 1.0] if self.gated else [scale - 1, 0.0]
@@ -190,9 +166,6 @@ class Modulation(nnx.Module):
             jnp.where(layout.is_image[:, None], of_image, of_text)
             for of_image, of_text in zip(image, text, strict=True)
         ]
-
-    def _parts(self) -> int:
-        return self.scale.shape[0] * (3 if self.gated else 2)
 
 
 class Block(nnx.Module):
@@ -258,9 +231,6 @@ class Multimodal(nnx.Module):
         Args:
           batch: whose images are noisy already; its predictions and `is_read` are not used.
           time: [S] from 0 (image) to 1 (noise), of each segment; of text any number.
-
-        Raises:
-          ValueError: what an axis `tensor` does not divide.
         """
         c = self.config
         c.check_tensor(devices())
@@ -272,17 +242,8 @@ class Multimodal(nnx.Module):
         image = whole_part(self, "enter")(jnp.where(of_image, own_rows(batch.patches), 0)).astype(jnp.float32) + place
         x = jnp.where(of_image, image, embed(whole_part(self, "embed"), batch.tokens, c.backend)).astype(c.dtype)
         cond = whole_part(self, "time")(time)
-        x, (counts,) = apply_layers(
-            (self.blocks,),
-            lambda block, x, _: block(x, cond, layout),
-            x,
-            layers=(range(c.layers),),
-            each=(None,),
-            policy=c.policy,
-            unroll=c.unroll,
-            training=not self.use_running_average,
-            whole=whole_layers(self, "blocks"),
-        )
+        call, how = lambda block, x, _: block(x, cond, layout), options_of(self, "blocks")
+        x, (counts,) = apply_layers((self.blocks,), call, x, layers=(range(c.layers),), each=(None,), **how)
         scale, shift = whole_part(self, "modulation")(cond, layout)
         how = {"norm": "rms", "epsilon": c.norm_epsilon, "per": "sequence", "backend": c.backend}
         routed = jax.vmap(lambda layer: layer.routed(c, sharded=self.sharded))(counts)

@@ -17,16 +17,9 @@ Sizes = Sequence[tuple[int, int]]  # height and width in pixels
 
 
 def draw(
-    model: Multimodal,
-    prompts: Sequence[np.ndarray],
-    sizes: Sizes,
-    tokens: Tokens,
-    room: Room,
-    key: jax.Array,
-    *,
-    steps: int,
-    guidance: float,
-) -> list[np.ndarray]:
+    model: Multimodal, prompts: Sequence[np.ndarray], sizes: Sizes, tokens: Tokens, room: Room, key: jax.Array, *,
+    steps: int, guidance: float,
+) -> list[np.ndarray]:  # fmt: skip
     """An image for each prompt, uint8 [height, width, channels].
 
     By Heun's method with classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): each image is drawn in two
@@ -54,9 +47,8 @@ def draw(
             after, alone = (np.arange(end - rows_of(blanks[i], room.patch), end) for end in ends.tolist())
             guided[alone], free[after] = after, alone
             spans.append(after)
-        patches = np.asarray(
-            _drawn(graphdef, state, batch, guided, free, jax.random.fold_in(key, number), steps, guidance)
-        )
+        own_key = jax.random.fold_in(key, number)
+        patches = np.asarray(_drawn(graphdef, state, batch, guided, free, own_key, steps, guidance))
         for i, span in zip(chosen, spans, strict=True):
             grid = [side // room.patch for side in sizes[i]]
             drawn[i] = unpatchify(patches[span], grid, room.patch)
@@ -65,15 +57,9 @@ def draw(
 
 @functools.partial(jax.jit, static_argnums=(0, 6))
 def _drawn(
-    graphdef: nnx.GraphDef,
-    state: nnx.State,
-    batch: Batch,
-    guided: jax.Array,
-    free: jax.Array,
-    key: jax.Array,
-    steps: int,
-    guidance: float | jax.Array,
-) -> jax.Array:
+    graphdef: nnx.GraphDef, state: nnx.State, batch: Batch, guided: jax.Array, free: jax.Array, key: jax.Array,
+    steps: int, guidance: float | jax.Array,
+) -> jax.Array:  # fmt: skip
     """Patches [T, ...] of all images, equal in both documents of each.
 
     Args:
@@ -90,15 +76,9 @@ def _drawn(
 
 
 def caption(
-    model: Multimodal,
-    images: Sequence[np.ndarray],
-    tokens: Tokens,
-    room: Room,
-    key: jax.Array,
-    *,
-    length: int,
+    model: Multimodal, images: Sequence[np.ndarray], tokens: Tokens, room: Room, key: jax.Array, *, length: int,
     temperature: float,
-) -> list[list[int]]:
+) -> list[list[int]]:  # fmt: skip
     """Text tokens for each image, at most `length`, up to the end of the document.
 
     Each new token takes a pass over the batch: no keys and values are cached.
@@ -123,14 +103,9 @@ def caption(
 
 @functools.partial(jax.jit, static_argnums=(0, 5))
 def _written(
-    graphdef: nnx.GraphDef,
-    state: nnx.State,
-    batch: Batch,
-    rows: jax.Array,
-    key: jax.Array,
-    length: int,
+    graphdef: nnx.GraphDef, state: nnx.State, batch: Batch, rows: jax.Array, key: jax.Array, length: int,
     temperature: float | jax.Array,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """`length` tokens after each of rows [D]."""
     model, time = nnx.merge(graphdef, state), jnp.zeros(batch.is_image.shape)
 

@@ -15,59 +15,34 @@ from models.training.presets import MultimodalPreset
 from models.training.report import draw_captioned
 
 SHOWN, MEASURED = 30, 200
+# material is a `models.training.mm.Material` everywhere.
 
 
 def show(preset: MultimodalPreset, model: Multimodal, data: PairData, material: Any, run: Run) -> None:
-    """Writes OUT/samples.png. Of digits, prints how many of 200 drawings and captions are right.
-
-    Args:
-      material: a `models.training.mm.Material`.
-    """
+    """Writes OUT/samples.png. Of digits, prints how many of 200 drawings and captions are right."""
     draw_key, caption_key = jax.random.split(jax.random.key(preset.seed))
     tokenizer, count = material.tokenizer, SHOWN if data.labels is None else MEASURED
     images = data.heldout.pixels[:count]
     prompts = [captions[0] for captions in data.heldout.captions[:count]] if data.labels is None else prompts_of(count)
     sizes = [image.shape[:2] for image in images] if data.labels is None else count * [images[0].shape[:2]]
-    drawn = draw(
-        model,
-        [np.array(tokenizer.encode(prompt), np.int32) for prompt in prompts],
-        sizes,
-        material.tokens,
-        material.room,
-        draw_key,
-        steps=preset.sample_steps,
-        guidance=preset.guidance,
-    )
-    written = [
-        tokenizer.decode(tokens)
-        for tokens in caption(
-            model,
-            images,
-            material.tokens,
-            material.room,
-            caption_key,
-            length=longest_caption(material),
-            temperature=preset.temperature,
-        )
-    ]
+    asked_for = [np.array(tokenizer.encode(prompt), np.int32) for prompt in prompts]
+    given, how = (material.tokens, material.room), {"steps": preset.sample_steps, "guidance": preset.guidance}
+    drawn = draw(model, asked_for, sizes, *given, draw_key, **how)
+    length, temperature = longest_caption(material), preset.temperature
+    captions = caption(model, images, *given, caption_key, length=length, temperature=temperature)
+    written = [tokenizer.decode(tokens) for tokens in captions]
     if data.labels is not None:
         read = reader(data.train.pixels, data.labels[0])
         asked = [digit_in(prompt) for prompt in prompts]
-        run.say(
-            f"{right(read(drawn), asked)} drawings show their prompt's digit, as a support vector machine reads it,"
-        )
-        real = right(read(data.heldout.pixels), data.labels[1].tolist())
+        shown, real = right(read(drawn), asked), right(read(data.heldout.pixels), data.labels[1].tolist())
+        run.say(f"{shown} drawings show their prompt's digit, as a support vector machine reads it,")
         run.say(f"which reads {real} held-out digits right")
         named = [digit_in(text) for text in written]
         run.say(f"{right(named, data.labels[1][:count].tolist())} captions name the digit of a held-out image")
     some = np.linspace(0, len(prompts) - 1, min(SHOWN, len(prompts))).astype(int)
-    draw_captioned(
-        [
-            ("drawn for these prompts", [drawn[i] for i in some], [prompts[i] for i in some]),
-            ("held-out images, and the captions written for them", images[:SHOWN], written[:SHOWN]),
-        ],
-        run.out / "samples.png",
-    )
+    drawings = ("drawn for these prompts", [drawn[i] for i in some], [prompts[i] for i in some])
+    held = ("held-out images, and the captions written for them", images[:SHOWN], written[:SHOWN])
+    draw_captioned([drawings, held], run.out / "samples.png")
 
 
 def lowered(model: Multimodal, preset: MultimodalPreset, material: Any) -> Iterator[jax.stages.Lowered]:

@@ -21,9 +21,10 @@ from jax.experimental import multihost_utils
 from models.distributed.mesh import name_of
 from models.distributed.processes import exchanged, is_first
 from models.training.ending import quiet_writers
+from models.training.terminal import first_of
 
 State = TypeVar("State")
-NAMED_DIFFERENCES = 3
+NAMED = 3  # differences, in one error
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that are being written, or removed
 # What we add to a checkpoint's metadata. OWN is the checksum of the others.
 CHECKSUMS, HELDOUT, OWN = "checksums", "heldout", "crc32"
@@ -42,8 +43,7 @@ class Checkpoints:
 
     Args:
       folder: of any name; created if missing.
-      keep: how many of the newest are kept.
-      keep_best: whether the one with the lowest held-out loss is kept too, of those saved with a loss.
+      keep, keep_best: how many of the newest are kept, and whether the one with the lowest held-out loss is, too.
 
     Raises:
       typer.BadParameter: the folder cannot be created or read.
@@ -119,9 +119,6 @@ class Checkpoints:
         """Starts writing the state after `done` steps, unless it is saved already; `state` may be donated afterwards.
 
         Waits for the devices, and for the previous write. A failed write raises in the next `save`, or at the end.
-
-        Args:
-          heldout: the held-out loss of this state, if it was evaluated.
         """
         if done == self._newest:
             return
@@ -209,27 +206,22 @@ class Checkpoints:
         if found is not None and not wrong:
             read = checksums(found)
             if differing := [name for name in read if read[name] != sums[name]]:
-                wrong = f"the checksum of {_some(differing)} is not what was saved"
+                wrong = f"the checksum of {first_of(differing, NAMED)} is not what was saved"
         return (None, wrong) if wrong else (found, "")
 
     def _compare(
         self, step: int, sums: dict[str, int], stored: dict[str, str], wanted: dict[str, jax.ShapeDtypeStruct]
     ) -> str:
-        """The error in the metadata, or "".
-
-        Raises:
-          typer.BadParameter: the metadata are intact, and another model's.
-        """
+        """The error in the metadata, or ""."""
         if sums.keys() != stored.keys():
-            return f"its arrays and checksums are not of the same names: {_some(sorted(sums.keys() ^ stored.keys()))}"
+            differing = first_of(sorted(sums.keys() ^ stored.keys()), NAMED)
+            return f"its arrays and checksums are not of the same names: {differing}"
         ours = {name: _describe(array) for name, array in wanted.items()}
         if differing := [name for name in {**ours, **stored} if ours.get(name) != stored.get(name)]:
-            problems = [
-                f"{name} is {stored.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
-                for name in differing
-            ]
+            there, here = ({name: types.get(name, "missing") for name in differing} for types in (stored, ours))
+            problems = [f"{name} is {there[name]} there and {here[name]} here" for name in differing]
             raise typer.BadParameter(
-                f"step {step} in {self.folder} is of another model or optimizer: {_some(problems, '; ')}. "
+                f"step {step} in {self.folder} is of another model or optimizer: {first_of(problems, NAMED, '; ')}. "
                 "Resume with the configuration that it was trained with, or take another folder.",
                 param_hint="--resume",
             )
@@ -273,16 +265,7 @@ def _checksum(array: jax.Array) -> jax.Array:
     x = words + place * jnp.uint32(0x9E3779B1)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return _sum(x ^ (x >> 16))
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    """Sum modulo 2**32, in any order. XLA on CPUs does not vectorize integer sums, so two halves are added first."""
-    if jax.default_backend() == "cpu":
-        x = x.reshape(-1)
-        half = x.size // 2
-        return jnp.sum(x[:half] + x[half : 2 * half], dtype=jnp.uint32) + jnp.sum(x[2 * half :], dtype=jnp.uint32)
-    return jnp.sum(x, dtype=jnp.uint32)
+    return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
 
 
 def _crc(metadata: dict[str, Any]) -> int:
@@ -293,14 +276,8 @@ def _first_line(error: BaseException) -> str:
     """Of the innermost cause: the outer exceptions repeat it."""
     while cause := error.__cause__ or error.__context__:
         error = cause
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200].rstrip(
-        "."
-    )
-
-
-def _some(names: list[str], between: str = ", ") -> str:
-    more = len(names) - NAMED_DIFFERENCES
-    return between.join(names[:NAMED_DIFFERENCES]) + (f", and {more} more" if more > 0 else "")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0][:200].rstrip(".")
 
 
 def _by_name(state: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import typer
 from flax.traverse_util import flatten_dict
 
 from models.layers import OFFLOADED
-from models.precision import BACKENDS, PRECISIONS, for_this_machine
+from models.precision import BACKENDS, PRECISIONS, Computation, for_this_machine
 from models.training import settings_text
 from models.training.schedule import AnySchedule, Schedule, with_steps
 from models.training.terminal import one_line, show_any_text
@@ -41,39 +41,21 @@ class Options:
     """Options of every training command: what is trained, which goes to OUT/config.yaml, and where."""
 
     preset: str = option("demo", "What the other settings start from.")
-    config: Path | None = option(
-        None, "YAML file of settings, over the preset's. Each run writes its own to OUT/config.yaml."
-    )
-    set: list[str] | None = option(
-        None, "A setting of such a file, over the file's: learning_rate=1e-3.", metavar="KEY=VALUE"
-    )
+    config: Path | None = option(None, "YAML file of settings, over the preset's. A run writes OUT/config.yaml.")
+    set: list[str] | None = option(None, "A setting, over the file's: learning_rate=1e-3.", metavar="KEY=VALUE")
     steps: int | None = option(None, "Training steps, instead of the preset's.", min=1)
-    out: Path | None = option(
-        None, "Folder of all that the run writes; holds no other run. Default: a new one in runs/."
-    )
+    out: Path | None = option(None, "Folder of all that the run writes. Default: a new one in runs/.")
     seed: int | None = option(None, "Of the parameters, the batches and the samples. Default: 0.")
     backend: str | None = option(None, "Of jaxops' ops: auto, pallas or xla. Default: auto.")
     precision: str | None = option(None, f"{', '.join(PRECISIONS)}. Default: bfloat16 on a GPU, else float32.")
-    offload: bool = option(
-        False, "Offload layers' inputs and attention to the host, on a GPU; recompute the rest. Or set policy."
-    )
-    freeze: list[str] | None = option(
-        None, "Do not train parameters with this regular expression in their name; repeatable."
-    )
-    save_every: int | None = option(
-        None, "Steps between checkpoints, in OUT/checkpoints. Default: none is written.", min=1
-    )
-    resume: bool = option(
-        False, "Go on from the newest checkpoint, if there is one, of OUT or the newest run. Needs --save-every."
-    )
+    offload: bool = option(False, "Offload layers' inputs and attention to the host; recompute the rest.")
+    freeze: list[str] | None = option(None, "Regular expression in the names of parameters not to train; repeatable.")
+    save_every: int | None = option(None, "Steps between checkpoints, in OUT/checkpoints. Default: none.", min=1)
+    resume: bool = option(False, "Go on from the newest checkpoint, if any, of OUT or the last run; with --save-every.")
     bad_steps: int = option(3, "End after so many steps in a row whose loss or gradient norm is not finite.", min=1)
     profile: bool = option(False, "Profile some of the first steps: a table, a picture and a trace in OUT/profile.")
-    mesh: str | None = option(
-        None, "Train on all devices: data=2,fsdp=2,expert=2,tensor=2 or some of these. Default: on one."
-    )
-    coordinator: str | None = option(
-        None, "HOST:PORT of the first of several processes. With --processes and --process-id."
-    )
+    mesh: str | None = option(None, "Train on all devices: some of data=2,fsdp=2,expert=2,tensor=2. Default: on one.")
+    coordinator: str | None = option(None, "HOST:PORT of the first process; with --processes and --process-id.")
     processes: int | None = option(None, "How many there are.", min=1)
     process_id: int | None = option(None, "This one's number, from 0.", min=0)
     distributed: bool = option(False, "Several processes, of which SLURM, Open MPI or Kubernetes says who they are.")
@@ -107,10 +89,7 @@ def command(options: type[AnyOptions], run: Callable[[AnyOptions], None]) -> Cal
 
 @contextlib.contextmanager
 def errors_of_options() -> Iterator[None]:
-    """Wrong settings or data end the command with the error's message.
-
-    Not for the training itself, whose errors need their traceback.
-    """
+    """Wrong settings or data end the command with a message; not for the training, whose errors need a traceback."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -123,10 +102,7 @@ def check_option(option: str, value: str, known: typing.Iterable[str]) -> None:
 
 
 def read(file: Path) -> Given:
-    """
-    Raises:
-      ValueError: as of `models.training.settings_text.load`; no settings, or no mapping.
-    """
+    """A YAML file's mapping of settings."""
     try:
         found = settings_text.load(file.read_bytes(), str(file))
     except OSError as error:
@@ -138,11 +114,7 @@ def read(file: Path) -> Given:
 
 
 def read_own(file: Path) -> Given:
-    """The settings that a run wrote.
-
-    Raises:
-      ValueError: the file was edited.
-    """
+    """The settings that a run wrote."""
     text, _, checksum = file.read_text("utf-8", errors="replace").rpartition(CHECKSUM)
     if checksum.strip() != _crc(text):
         raise ValueError(
@@ -153,15 +125,10 @@ def read_own(file: Path) -> Given:
 
 
 def check_unchanged(config: Schedule, file: Path) -> None:
-    """Compares the settings with those of the run that wrote `file`.
-
-    Raises:
-      ValueError: they differ, with all differences named, or the file was edited.
-    """
+    """Compares the settings with those of the run that wrote `file`."""
     ours, theirs = (flatten_dict(dataclasses.asdict(of), sep=".") for of in (config, resolve(config, read_own(file))))
-    if differing := [
-        f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]
-    ]:
+    differing = [f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in ours if ours[key] != theirs[key]]
+    if differing:
         raise ValueError(
             f"{file} is of another run: {'; '.join(differing)}. Resume with --config {file}, or take another folder "
             "with --out."
@@ -188,11 +155,7 @@ def overlay(below: Given, above: Given) -> Given:
 
 
 def assignments(texts: Sequence[str]) -> Given:
-    """KEY=VALUE texts, with dots for nested keys -> the mapping of an equal file.
-
-    Raises:
-      ValueError: a text without "=", or a value that is no YAML.
-    """
+    """KEY=VALUE texts, with dots for nested keys -> the mapping of an equal file."""
     found: Given = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -206,10 +169,7 @@ def assignments(texts: Sequence[str]) -> Given:
 
 
 def given_by(options: Options, presets: Mapping[str, Schedule]) -> Given:
-    """The settings of the file, --set and the other options, each over those before.
-
-    An option of one command is the setting of its name; `no_x` makes x false.
-    """
+    """The settings of the file, --set and the other options, each over those before; `no_x` makes x false."""
     check_option("preset", options.preset, presets)
     model: Given = {}
     if options.backend is not None:
@@ -280,7 +240,9 @@ def _say(preset: Any, wrong: Any) -> str:
     if wrong["type"] == "unexpected_keyword_argument":
         for part in wrong["loc"][:-1]:
             preset = getattr(preset, part)
-        return f"{key} is no setting: write one of {', '.join(field.name for field in dataclasses.fields(preset))}"
+        known = [field.name for field in dataclasses.fields(preset)]
+        known.sort(key=lambda name: hasattr(Computation, name))  # the model's sizes first
+        return f"{key} is no setting: write one of {', '.join(known)}"
     if wrong["type"] == "value_error":
         return str(wrong["ctx"]["error"])
     if wrong["type"] == "json_invalid":

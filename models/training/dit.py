@@ -5,6 +5,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -50,12 +51,7 @@ def choose(options: DitOptions) -> DiTPreset:
 
 
 def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiTConfig:
-    """The preset's model for a data set.
-
-    Raises:
-      ValueError: a micro-batch cannot hold the largest image, or cannot be split evenly over the mesh; an axis `tensor`
-        that does not divide the heads.
-    """
+    """The preset's model for a data set."""
     check_shares({"tokens": preset.tokens, "images": preset.images}, ("tokens",), preset.accumulate, mesh)
     budget = preset.tokens // micro_batches(preset.accumulate, mesh)
     if budget < data.longest:
@@ -70,11 +66,9 @@ def configure(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> DiT
 
 def sizes_of(preset: DiTPreset, *, token: int, classes: int, longest: int) -> DiTConfig:
     """The preset's model, for data of these sizes."""
-    named = {
-        name: getattr(preset, name)
-        for name in ("layers", "width", "heads", "dtype", "recipe", "attention", "backend", "policy", "unroll", "sums")
-    }
-    return DiTConfig(token=token, classes=classes, longest=longest, **named)
+    shared = {field.name for field in dataclasses.fields(DiTConfig)} & vars(preset).keys()
+    given: dict[str, Any] = {"token": token, "classes": classes, "longest": longest}
+    return DiTConfig(**{name: getattr(preset, name) for name in shared} | given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,20 +83,17 @@ class DitTask(Task):
         return DiT(self.sizes, rngs=rngs)
 
     def objective(self, model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        return self._objective(model, batch, key, label_dropout=0.1)
+        loss = loss_fn(model, batch, key, label_dropout=0.1)
+        return loss, Measured(loss)
 
     def heldout_objective(self, model: DiT, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        return self._objective(model, batch, key, label_dropout=0.0)
-
-    def _objective(self, model: DiT, batch: Batch, key: jax.Array, label_dropout: float) -> tuple[jax.Array, Measured]:
-        loss = loss_fn(model, batch, key, label_dropout)
+        loss = loss_fn(model, batch, key, label_dropout=0.0)
         return loss, Measured(loss)
 
 
 def make_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None = None) -> Callable[[int], Batch]:
-    batches = image_batches(
-        data.train, data.patch, preset.tokens, preset.images, micro_batches(preset.accumulate, mesh), preset.seed
-    )
+    parts = micro_batches(preset.accumulate, mesh)
+    batches = image_batches(data.train, data.patch, preset.tokens, preset.images, parts, preset.seed)
     return lambda step: by_device(batches(step), mesh)
 
 
@@ -111,8 +102,7 @@ def heldout_batches(preset: DiTPreset, data: DataSet, mesh: Mesh | None) -> Batc
     parts = micro_batches(preset.accumulate, mesh)
     micro = (data.patch, preset.tokens // parts, preset.images // parts)
     batches = [batch for _, batch in every_image_once(data.heldout, *micro)]
-    if mesh is not None:
-        batches += -len(batches) % parts_of(mesh) * [pack(data.heldout, [], *micro)]
+    batches += -len(batches) % parts_of(mesh) * [pack(data.heldout, [], *micro)]
     return by_device(stack(batches), mesh)
 
 
@@ -148,10 +138,7 @@ def lowered(model: DiT, preset: DiTPreset, data: DataSet) -> Iterator[jax.stages
 
 
 def sample(model: DiT, preset: DiTPreset, data: DataSet, seed: int) -> list[list[np.ndarray]]:
-    """New images, uint8 [height, width, channels].
-
-    A row for each of the data set's sample_sizes, a column for each class, or the first ones of many.
-    """
+    """New images, uint8 [height, width, channels]: a row for each of sample_sizes, a column for each class."""
     (graphdef, state), drawn = nnx.split(model), {}
     for number, (chosen, batch) in enumerate(wanted(preset, data)):
         tokens = np.asarray(_drawn(graphdef, state, batch, seed, number, preset.sample_steps, preset.guidance))
@@ -181,15 +168,9 @@ def run(options: DitOptions) -> None:
 def _train_and_report(
     options: DitOptions, preset: DiTPreset, sizes: DiTConfig, images: DataSet, run: Run, begin: float
 ) -> None:
-    console = run.console
-    console.print(
-        f"{len(images.train.pixels):,} images to train on, {len(images.heldout.pixels):,} held out, "
-        f"{len(images.classes)} classes"
-    )
-    if images.remark:
-        run.say(images.remark)
-    launch.print_model(options, preset, run)
-
+    train_number, heldout_number = len(images.train.pixels), len(images.heldout.pixels)
+    run.say(f"{train_number:,} images to train on, {heldout_number:,} held out, {len(images.classes)} classes")
+    launch.print_model(options, preset, run, images.remark)
     model, history = train(preset, sizes, images, run)
     if not is_first():
         return
@@ -199,14 +180,11 @@ def _train_and_report(
     section = ("drawn for each class in several sizes", [image for row in drawn for image in row], texts)
     draw_captioned([section], run.out / "samples.png", columns=len(names))
 
-    few = min(10, preset.steps)
+    few, heldout = min(10, preset.steps), history.last_heldout
     first, last = np.mean(history.loss[:few]), np.mean(history.loss[-few:])
-    fill = np.mean([row["fill"] for row in history.rows])
-    console.print(
-        f"loss of the first and last {few} steps {first:.3f} -> {last:.3f} ({last / first:.0%}), held-out "
-        f"{history.last_heldout:.3f}"
-    )
-    console.print(f"{fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
+    change = f"{first:.3f} -> {last:.3f} ({last / first:.0%})"
+    run.say(f"loss of the first and last {few} steps {change}, held-out {heldout:.3f}")
+    run.say(f"{history.fill:.1%} of the rows were an image's; {time.perf_counter() - begin:.0f} s")
     run.say(f"{run.out}/ has report.png, samples.png, metrics.jsonl, config.yaml, and tensorboard")
 
 

@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -69,21 +68,20 @@ def stop_signals() -> Iterator[Callable[[int], int | None]]:
             signal.signal(number, handler)
 
 
-def command_to_go_on(out: Path) -> str:
-    """This process's command, with --resume, and with the folder that it chose without --out."""
-    words = [word for word in sys.argv[1:] if word != "--resume"]
-    if not any(word.split("=")[0] == "--out" for word in words):
-        words += ["--out", str(out)]
-    return " ".join(["python -m models.train", *map(shlex.quote, words), "--resume"])
-
-
 def kept(steps: list[int] | None, out: Path) -> str:
-    """The line about the finished checkpoints of the run in `out`; None for a run without checkpoints."""
+    """The line about the finished checkpoints of the run in `out`, and this process's command to go on from there.
+
+    steps: None for a run without checkpoints.
+    """
     if steps is None:
         return "Nothing was saved: with --save-every N a run writes checkpoints."
     if not steps:
         return "No checkpoint was finished."
-    return f"The checkpoint of step {steps[-1]} is kept; go on with: {command_to_go_on(out)}"
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    if not any(word.split("=")[0] == "--out" for word in words):
+        words += ["--out", str(out)]
+    command = " ".join(["python -m models.train", *map(shlex.quote, words), "--resume"])
+    return f"The checkpoint of step {steps[-1]} is kept; go on with: {command}"
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -97,12 +95,8 @@ def is_full(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def in_one_line(kept: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
-    """A signal, a full disk or a loss that is not finite ends the command with a line, which says what is kept, and an
-    exit code; other errors keep their traceback.
-
-    Args:
-      kept: returns the line about the finished checkpoints.
-      say: prints the line.
+    """A signal, a full disk or a loss that is not finite ends the command with a line, which says what is `kept`, and
+    an exit code; other errors keep their traceback.
     """
 
     def stop(number: int, _: Any) -> None:
@@ -140,30 +134,21 @@ def quiet_writers() -> Iterator[None]:
     The first two raise the same error in the main thread. After a damaged array Orbax abandons the other reads, which
     then find no event loop.
     """
-    loggers, hooks = (
-        [logging.getLogger(name) for name in ("absl", "asyncio")],
-        (threading.excepthook, sys.unraisablehook),
-    )
-    levels = [logger.level for logger in loggers]
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels, hooks = [logger.level for logger in loggers], (threading.excepthook, sys.unraisablehook)
 
-    def is_known(error: BaseException | None, where: TracebackType | None) -> bool:
-        files = {frame.filename for frame in traceback.extract_tb(where)}
-        theirs = any(
-            f"{os.sep}{name}{os.sep}" in file for file in files for name in ("orbax", "tensorstore", "tensorboardX")
-        )
-        return theirs or is_full(error) or str(error) == "Event loop is closed"
+    def unless_known(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
+        def run(args: Any) -> None:
+            files = [Path(frame.filename) for frame in traceback.extract_tb(args.exc_traceback)]
+            theirs = {part for file in files for part in file.parts} & {"orbax", "tensorstore", "tensorboardX"}
+            if not (theirs or is_full(args.exc_value) or str(args.exc_value) == "Event loop is closed"):
+                hook(args)
 
-    def of_thread(args: threading.ExceptHookArgs) -> None:
-        if not is_known(args.exc_value, args.exc_traceback):
-            hooks[0](args)
-
-    def unraisable(args: Any) -> None:
-        if not is_known(args.exc_value, args.exc_traceback):
-            hooks[1](args)
+        return run
 
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
-    threading.excepthook, sys.unraisablehook = of_thread, unraisable
+    threading.excepthook, sys.unraisablehook = map(unless_known, hooks)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)

@@ -10,11 +10,7 @@ class NotFinite(Exception):
 
 
 class Watch:
-    """Counts steps in a row whose loss or gradient norm is not finite, and evaluations in a row with such a loss.
-
-    Args:
-      most: so many of either end the run.
-    """
+    """Counts steps in a row whose numbers are not finite, and such evaluations: `most` of either end the run."""
 
     def __init__(self, most: int):
         self._most = most
@@ -40,13 +36,7 @@ class Watch:
                 self._since[what] = first, count + 1
 
     def check(self, *, ended: bool) -> None:
-        """
-        Args:
-          ended: whether the last step is done, whose numbers are those of the model.
-
-        Raises:
-          NotFinite: too many in a row were not finite, or the last one.
-        """
+        """Raises NotFinite if too many in a row were not finite, or, with the last step done, that one."""
         for what, (first, count) in self._since.items():
             if ended or count >= self._most:
                 raise NotFinite(f"The {what} is not finite since step {first} ({count} in a row).")

@@ -36,11 +36,7 @@ def to_resume(out: Path | None, default: Path) -> Path | None:
 def new(out: Path | None, default: Path, *, resumes: bool) -> Path:
     """`out`, or `default`, or with -2, -3, ... at its end, claimed: of two processes that ask together one gets it.
 
-    Args:
-      resumes: whether `out` may be what a run left that was killed before its config.yaml was whole.
-
-    Raises:
-      ValueError: `out` has what a run writes, which would be overwritten, or is no folder.
+    With `resumes` `out` may be what a run left that was killed before its config.yaml was whole.
     """
     if out is None:
         for number in itertools.count(1 + max(_numbers(default), default=0)):
@@ -71,11 +67,7 @@ def new(out: Path | None, default: Path, *, resumes: bool) -> Path:
 
 @contextlib.contextmanager
 def written_by_one(out: Path) -> Iterator[None]:
-    """Inside, no other run may begin to write there; a file system without locks does not hinder it.
-
-    Raises:
-      typer.BadParameter: another run is inside; in all processes of this one, of which the first writes.
-    """
+    """Inside, no other run may begin to write there; a file system without locks does not hinder it."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "metrics.jsonl" if is_first() else Path(os.devnull)).open("ab") as file:
         wrong = ""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
+from models.training.terminal import first_of
+
 NAMED = 20  # parameters, in one error
 
 
@@ -33,12 +35,9 @@ def joined(params: nnx.State, trained: nnx.State) -> nnx.State:
 
 
 def check(params: nnx.State, patterns: Sequence[str]) -> None:
-    """
-    Raises:
-      ValueError: a pattern that is no regular expression or matches no parameter, or patterns that leave none to train.
-    """
+    """Refuses patterns that are no regular expression, match no parameter, or leave none to train."""
     names = [name_of_parameter(path) for path, _ in nnx.to_flat_state(params)]
-    shown = f"{', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"
+    shown = first_of(names, NAMED)
     for pattern in patterns:
         try:
             found = any(re.search(pattern, name) for name in names)

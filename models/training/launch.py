@@ -6,23 +6,24 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import typer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from models import layers
 from models.distributed import device_memory
 from models.distributed.mesh import make_mesh
-from models.distributed.processes import exchanged, initialize, is_first, make_console
+from models.distributed.processes import exchanged, initialize, is_first
 from models.hf.config import read_json
-from models.layers import remark
+from models.precision import Computation
 from models.training import config, folders
 from models.training.config import Options
 from models.training.ending import in_one_line
 from models.training.loop import Run
 from models.training.schedule import Schedule
+from models.training.terminal import Terminal, first_of
 from models.training.whole_files import replace
 
 NAMED = 5  # files, in one error
@@ -37,12 +38,7 @@ def start_processes(options: Options) -> None:
 
 
 def choose_mesh(options: Options, backend: str) -> Mesh | None:
-    """The mesh of the run.
-
-    Raises:
-      typer.BadParameter: several processes that would each train alone, interpreted kernels that cannot be sharded, or
-        as of `make_mesh`.
-    """
+    """The mesh of the run."""
     if options.mesh is not None:
         if backend == "pallas" and jax.default_backend() != "gpu":
             raise typer.BadParameter(
@@ -58,18 +54,16 @@ def choose_mesh(options: Options, backend: str) -> Mesh | None:
     return None
 
 
-def print_model(options: Options, model: Any, run: Run) -> None:
-    """Prints the lines about the model's precision, the devices and the policy.
-
-    Args:
-      model: has its settings.
-    """
+def print_model(options: Options, model: Computation, run: Run, remark: str = "") -> None:
+    """Prints a remark about the data, if there is one, and lines about precision, devices and policy."""
+    if remark:
+        run.say(remark.strip())
     devices = jax.devices()[0].device_kind
     if run.mesh is not None:
         axes = ", ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
         devices = f"{run.mesh.size} x {devices} ({axes})"
     run.console.print(f"preset {options.preset}, {model.dtype}, recipe {model.recipe}, on {devices}")
-    run.console.print(remark(model.policy), end="")
+    run.console.print(layers.remark(model.policy), end="")
 
 
 @contextlib.contextmanager
@@ -80,17 +74,7 @@ def ended_in_one_line(run: Run) -> Iterator[None]:
 
 
 def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, data: Mapping[str, Path]) -> Run:
-    """The run in its folder, with config.yaml written, and data.json if it writes checkpoints.
-
-    Args:
-      chosen: all settings of the run.
-      default: the folder without --out; further runs get -2, -3, ... at its end.
-      data: all training files by name.
-
-    Raises:
-      typer.BadParameter: --resume without --save-every.
-      ValueError: the folder holds another run, or the run to resume had other settings, or other data.
-    """
+    """The run in its folder, by default one of `default`, with config.yaml, and data.json if it writes checkpoints."""
     if options.resume and options.save_every is None:
         raise typer.BadParameter(
             "a run that is resumed writes checkpoints, too: add --save-every N.", param_hint="--resume"
@@ -110,29 +94,21 @@ def begin(options: Options, chosen: Schedule, mesh: Mesh | None, default: Path, 
         return str(out)
 
     out = Path(of_first(claim))
-    run = Run(out, make_console(), mesh, options.save_every, options.profile, options.bad_steps)
+    run = Run(out, Terminal(quiet=not is_first()), mesh, options.save_every, options.profile, options.bad_steps)
     if options.out is None:
         run.say(f"writes to {out}/")
     return run
 
 
 def begun(options: Options, default: Path) -> str:
-    """When the run to resume began, or this one, in ISO 8601.
-
-    Raises:
-      ValueError: the settings of the run to resume were edited.
-    """
+    """When the run to resume began, or this one, in ISO 8601."""
     before = folders.to_resume(options.out, default) if options.resume else None
     given = None if before is None else config.read_own(before / folders.CONFIG).get("date")
     return given or of_first(lambda: datetime.datetime.now().isoformat(timespec="seconds"))
 
 
 def of_first(find: Callable[[], str]) -> str:
-    """What the first process finds, in all of them.
-
-    Raises:
-      ValueError: the first process's, in all of them.
-    """
+    """What the first process finds, in all of them."""
     if jax.process_count() == 1:
         return find()
     answer = ""
@@ -148,24 +124,15 @@ def of_first(find: Callable[[], str]) -> str:
 
 
 def check_data(sums: dict[str, int], file: Path) -> None:
-    """Compares the data with those of the run that wrote `file`.
-
-    Raises:
-      ValueError: they differ; the first differing files are named.
-    """
+    """Compares the data with those of the run that wrote `file`."""
     if not file.exists():
         return
     before = read_json(file)
     states = {(True, True): "has changed", (True, False): "is new", (False, True): "is missing"}
-    differing = [
-        f"{name} {states[name in sums, name in before]}"
-        for name in {**sums, **before}
-        if sums.get(name) != before.get(name)
-    ]
-    if differing:
-        more = f", and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
+    changed = [name for name in {**sums, **before} if sums.get(name) != before.get(name)]
+    if changed:
+        named = first_of([f"{name} {states[name in sums, name in before]}" for name in changed], NAMED)
         raise ValueError(
-            f"the data is not what the run began with: {', '.join(differing[:NAMED])}{more}. Put it back, take another "
-            "folder with --out, "
-            f"or remove {file} to go on with this data."
+            f"the data is not what the run began with: {named}. Put it back, take another folder with --out, or "
+            f"remove {file} to go on with this data."
         )

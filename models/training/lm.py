@@ -26,7 +26,6 @@ from models.generate.sampling import Sampling
 from models.generate.slots import generate, lowered
 from models.generate.streaming import TextStream
 from models.hf.config import OF_A_RUN, fitting, read_config
-from models.precision import gpu_attends
 from models.training import config, launch, loop
 from models.training.config import Options, option
 from models.training.lm_data import CHAT_FILES, checkpoint_folder, choose_tokenizer, read_corpus, tokenizer_files
@@ -45,19 +44,16 @@ class LmOptions(Options):
     )
     raw_bytes: bool = option(False, "Take files of data that are no text as they are, byte by byte.")
     tokenizer: str | None = option(None, "A tokenizer.json. Default: tokens are bytes.")
-    init_from: str | None = option(
-        None, "Folder of a Hugging Face checkpoint to start from, with its tokenizer.json if it has one."
-    )
-    ignore_config: list[str] | None = option(
-        None, "Unknown key of that checkpoint's config.json to go on without; repeatable.", metavar="KEY"
-    )
+    init_from: str | None = option(None, "Folder of a Hugging Face checkpoint to start from, with its tokenizer.json.")
+    ignore_config: list[str] | None = option(None, "Unknown key of its config.json to go on without.", metavar="KEY")
     no_pack: bool = option(False, "One document a row, in rows of few lengths, instead of rows full of documents.")
 
 
 def with_attention(preset: Preset) -> Preset:
     """The preset with this machine's attention."""
     model = preset.model
-    kernels = gpu_attends(model.dtype) and model.plain_attention and model.window is None
+    gpu = jax.default_backend() == "gpu" and model.dtype != "float32"  # whose kernels are for half precision
+    kernels = gpu and model.plain_attention and model.window is None
     return config.with_model(preset, attention="auto" if kernels else "xla")
 
 
@@ -84,10 +80,9 @@ def choose(options: LmOptions) -> Preset:
 def _check_sizes(given: DecoderConfig, stored: DecoderConfig) -> None:
     sizes = [field.name for field in dataclasses.fields(stored) if field.name not in OF_A_RUN]
     if wrong := [name for name in sizes if getattr(given, name) != getattr(stored, name)]:
-        conflicts = ", ".join(
-            f"model.{name} is {getattr(given, name)}, the checkpoint's is {getattr(stored, name)}" for name in wrong
-        )
-        raise ValueError(f"{conflicts}: with init_from leave them out.")
+        each = ((name, getattr(given, name), getattr(stored, name)) for name in wrong)
+        differ = ", ".join(f"model.{name} is {ours}, the checkpoint's is {theirs}" for name, ours, theirs in each)
+        raise ValueError(f"{differ}: with init_from leave them out.")
 
 
 def with_date(preset: Preset, options: LmOptions, default: Path) -> Preset:
@@ -104,20 +99,19 @@ class LmTask(Task):
     def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> Decoder:
         return Decoder(self.preset.model, sharded=sharded, rngs=rngs)
 
-    def objective(self, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        return self._objective(model, batch, self.preset.pack)
-
-    def heldout_objective(self, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        """Of packed rows, for every way of training: documents do not attend to each other."""
-        return self._objective(model, batch, True)
-
-    def _objective(self, model: Decoder, batch: Batch, packed: bool) -> tuple[jax.Array, Measured]:
-        loss, routed = loss_fn(model, batch, packed)
+    def objective(
+        self, model: Decoder, batch: Batch, key: jax.Array, packed: bool = False
+    ) -> tuple[jax.Array, Measured]:
+        loss, routed = loss_fn(model, batch, packed or self.preset.pack)
         if routed is None:
             return loss, Measured(loss)
         balance = jnp.mean(routed.aux_loss)
         load = routed.load / jnp.maximum(jnp.sum(routed.load, axis=1, keepdims=True), 1)
         return loss + self.preset.balance_weight * balance, Measured(loss, balance, load)
+
+    def heldout_objective(self, model: Decoder, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+        """Of packed rows, for every way of training: documents do not attend to each other."""
+        return self.objective(model, batch, key, packed=True)
 
     def start(self, mesh: Mesh | None) -> tuple[nnx.GraphDef, TrainState, Callable[[], TrainState]]:
         """A checkpoint's parameters are split over the mesh as they are read."""
@@ -136,11 +130,7 @@ class LmTask(Task):
 
 
 def check_fits(preset: Preset, mesh: Mesh) -> None:
-    """
-    Raises:
-      typer.BadParameter, ValueError: a micro-batch cannot be split evenly over the mesh, or the model has what an axis
-        `tensor` does not split.
-    """
+    """Checks whether a micro-batch can be split evenly over the mesh, and the model by an axis `tensor`."""
     rows, tensor = preset.batch // preset.accumulate, mesh.shape[TENSOR]
     rows_of_process(rows, mesh)
     preset.model.check_tensor(tensor)
@@ -177,11 +167,7 @@ def train(preset: Preset, corpus: Corpus, unit: str, run: Run, **more: Any) -> t
 
 
 def save_checkpoint(folder: Path, preset: Preset, model: Decoder, tokenizer: Tokenizer) -> str | None:
-    """Saves for `models.generate` and transformers, in the original architecture or one that fits.
-
-    Returns:
-      The architecture's name, None if none fits.
-    """
+    """For `models.generate` and transformers, in the original architecture or one that fits, which is returned."""
     architecture = fitting(model.config)
     if preset.init_from is not None:
         architecture, _ = read_config(preset.init_from, ignore_config=preset.ignore_config)
@@ -239,36 +225,27 @@ def run(options: LmOptions) -> None:
 def _train_and_report(
     options: LmOptions, preset: Preset, tokenizer: Tokenizer, corpus: Corpus, run: Run, begin: float
 ) -> None:
-    byte, console = isinstance(tokenizer, Bytes), run.console
-    token, unit = ("byte", "nats a byte") if byte else ("token", "nats a token")
-    console.print(f"{len(corpus.train.tokens):,} {token}s to train on, {len(corpus.heldout.tokens):,} held out")
-    console.print(corpus.remark, end="")
-    baseline = None
-    if byte:
-        bigram = bigram_nats(corpus.train.tokens, heldout_batches(preset, corpus.heldout))
-        baseline = ("bigram table", bigram)
-        console.print(f"a bigram table needs {bigram:.3f} nats a held-out byte")
-    launch.print_model(options, preset.model, run)
-
-    prompt, length, how = sample_of(preset, corpus.heldout.tokens)
+    token, baseline = ("byte" if isinstance(tokenizer, Bytes) else "token"), None
+    unit, seen, held = f"nats a {token}", corpus.train.tokens, corpus.heldout.tokens
+    run.say(f"{len(seen):,} {token}s to train on, {len(held):,} held out")
+    if token == "byte":
+        baseline = ("bigram table", bigram_nats(seen, heldout_batches(preset, corpus.heldout)))
+        run.say(f"a bigram table needs {baseline[1]:.3f} nats a held-out byte")
+    launch.print_model(options, preset.model, run, corpus.remark)
+    prompt, length, how = sample_of(preset, held)
     sampler = lambda model: lowered(model, prompt, length, **how)
     model, history = train(preset, corpus, unit, run, sampler=sampler)
     if not is_first():
         return
     architecture = save_checkpoint(run.out / "checkpoint-hf", preset, model, tokenizer)
     plot_report(history, unit, run.out / "report.png", baseline)
-    write_sample(preset, model, corpus.heldout.tokens, tokenizer, console)
+    write_sample(preset, model, held, tokenizer, run.console)
     reached = f"held-out {history.last_heldout:.3f} {unit}" + (f" (bigram {baseline[1]:.3f})" if baseline else "")
-    console.print()
-    run.say(
-        f"{reached} after {time.perf_counter() - begin:.0f} s; {run.out}/ has report.png, metrics.jsonl, "
-        "config.yaml, and tensorboard"
-    )
-    console.print(
-        "no architecture of Hugging Face fits: no checkpoint"
-        if architecture is None
-        else f"and checkpoint-hf, a {architecture}"
-    )
+    files = f"{run.out}/ has report.png, metrics.jsonl, config.yaml, and tensorboard"
+    run.say("")
+    run.say(f"{reached} after {time.perf_counter() - begin:.0f} s; {files}")
+    fits = f"and checkpoint-hf, a {architecture}"
+    run.say("no architecture of Hugging Face fits: no checkpoint" if architecture is None else fits)
 
 
 main = config.command(LmOptions, run)

@@ -15,11 +15,7 @@ CHAT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config
 
 
 def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
-    """The tokenizer, and the preset with its number of tokens.
-
-    Raises:
-      ValueError: the tokenizer cannot be read, or has more tokens than the checkpoint to start from.
-    """
+    """The tokenizer, and the preset with its number of tokens."""
     folder, vocab = preset.init_from, preset.model.vocab
     if preset.tokenizer is not None:
         tokenizer = HuggingFace(Path(preset.tokenizer), None if folder is None else end_token(Path(folder)))
@@ -27,9 +23,8 @@ def choose_tokenizer(preset: Preset) -> tuple[Preset, Tokenizer]:
         tokenizer = Bytes() if folder is None else tokenizer_of(Path(folder), vocab)
     if folder is not None and tokenizer.vocab > vocab:
         raise ValueError(f"the tokenizer has {tokenizer.vocab:,} tokens, and the checkpoint in {folder} {vocab:,}.")
-    return dataclasses.replace(
-        preset, model=dataclasses.replace(preset.model, vocab=max(vocab, tokenizer.vocab))
-    ), tokenizer
+    model = dataclasses.replace(preset.model, vocab=max(vocab, tokenizer.vocab))
+    return dataclasses.replace(preset, model=model), tokenizer
 
 
 def checkpoint_folder(preset: Preset) -> Path | None:
@@ -47,23 +42,10 @@ def tokenizer_files(preset: Preset) -> list[Path]:
 
 
 def read_corpus(
-    data: Sequence[str],
-    tokenizer: Tokenizer,
-    *,
-    raw: bool = False,
-    folder: Path | None = None,
-    context: int = 0,
+    data: Sequence[str], tokenizer: Tokenizer, *, raw: bool = False, folder: Path | None = None, context: int = 0,
     date: str | None = None,
-) -> Corpus:
-    """The data of `Preset.data`.
-
-    Args:
-      folder: has the chat template, if conversations are among the data.
-      context, date: of the preset; longer conversations are cut.
-
-    Raises:
-      ValueError: as of `read_texts`, `tokenize` and `split`; conversations without a chat template.
-    """
+) -> Corpus:  # fmt: skip
+    """The data of `Preset.data`; the folder has the chat template, if conversations are among them."""
     if not data:
         return split(tokenize(standard_library(), tokenizer).documents)
     texts, source = read_texts(data, raw=raw), f"the data of {', '.join(data)}"

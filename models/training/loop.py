@@ -49,49 +49,33 @@ AHEAD = 2  # batches that are made while a step runs
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes. It is donated: the step overwrites it.
-
-    Attributes:
-      histories: of delayed scaling, else empty.
-      average: of the trained parameters, or None.
-      step: steps done, int32.
-    """
+    """Everything that a step changes. It is donated: the step overwrites it."""
 
     params: nnx.State
-    histories: nnx.State
-    average: nnx.State | None
+    histories: nnx.State  # of delayed scaling, else empty
+    average: nnx.State | None  # of the trained parameters
     opt_state: optax.OptState
-    step: jax.Array
+    step: jax.Array  # steps done, int32
 
 
 class Measured(NamedTuple):
-    """An objective's measurements of a micro-batch: its loss and, with experts, balancing loss and load.
-
-    load: each expert's share [layers, experts].
-    """
+    """An objective's measurements of a micro-batch: its loss and, with experts, balancing loss and load."""
 
     loss: jax.Array
     balance: jax.Array | None = None
-    load: jax.Array | None = None
+    load: jax.Array | None = None  # each expert's share [layers, experts]
 
 
 class Metrics(NamedTuple):
-    """Device values of one step; reading them is the only wait for the device.
-
-    Attributes:
-      loss, balance, load: as of `Measured`, over the whole batch.
-      tokens: counted ones, int32.
-      fill: their share of the batch's rows.
-      gradient_norm: of the trained parameters, before clipping.
-    """
+    """Device values of one step, the first three as of `Measured`; reading them is the only wait for the device."""
 
     loss: jax.Array
     balance: jax.Array | None
     load: jax.Array | None
-    tokens: jax.Array
-    fill: jax.Array
+    tokens: jax.Array  # counted ones, int32
+    fill: jax.Array  # their share of the batch's rows
     learning_rate: jax.Array
-    gradient_norm: jax.Array
+    gradient_norm: jax.Array  # of the trained parameters, before clipping
 
 
 # (model, micro-batch, key) -> (loss to minimize, measured), means over the counted tokens: each batch has `counted()`
@@ -101,14 +85,10 @@ Objective = Callable[[Any, Any, jax.Array], tuple[jax.Array, Measured]]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model and its objective. Equal tasks have equal steps.
+    """A model and its objective. Equal tasks have equal steps."""
 
-    Attributes:
-      preset: all settings of the training.
-      own_batches: whether over a mesh each device has a packed batch of its own, as of `by_device`; else rows of one.
-    """
-
-    preset: Any
+    preset: Any  # all settings of the training
+    # Whether over a mesh each device has a packed batch of its own, as of `by_device`; else it has rows of one.
     own_batches: ClassVar[bool] = False
 
     def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> nnx.Module:
@@ -124,10 +104,7 @@ class Task:
         return self.objective(model, batch, key)
 
     def check_frozen(self) -> None:
-        """
-        Raises:
-          ValueError: as of `models.training.frozen.check`.
-        """
+        """As of `models.training.frozen.check`."""
         shapes = nnx.eval_shape(lambda: self.model(nnx.Rngs(0)))
         frozen.check(nnx.state(shapes, nnx.Param), self.preset.freeze)
 
@@ -155,11 +132,7 @@ def place(arrays: Any, mesh: Mesh | None = None) -> Any:
 
 
 def init_state(schedule: Schedule, params: nnx.State, histories: nnx.State) -> TrainState:
-    """The state before the first step.
-
-    Raises:
-      ValueError: as of `models.training.frozen.check`.
-    """
+    """The state before the first step."""
     frozen.check(params, schedule.freeze)
     trained, _ = frozen.split(params, schedule.freeze)
     average = None if schedule.ema is None else jax.tree.map(jnp.copy, trained)
@@ -172,9 +145,8 @@ def make_value(
     """(params, histories, micro-batch, key) -> (loss, (measured, histories)), over all devices of the mesh."""
 
     def value(params: nnx.State, histories: nnx.State, batch: Any, key: jax.Array):
-        model = nnx.merge(
-            graphdef, params, histories, copy=True
-        )  # the call changes the histories, which jax.grad has not made its own
+        # A copy: the call changes the histories, which jax.grad has not made its own.
+        model = nnx.merge(graphdef, params, histories, copy=True)
         if not training:
             model.eval()
         loss, measured = objective(model, batch, key)
@@ -232,15 +204,9 @@ def make_step(
             # A shorter average at first: it would still contain the initial random weights.
             keep = jnp.minimum(schedule.ema, (1 + state.step) / (10 + state.step))
             average = jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, state.average, trained)
-        metrics = Metrics(
-            loss=measured.loss,
-            balance=measured.balance,
-            load=measured.load,
-            tokens=tokens,
-            fill=tokens / batch.size,
-            learning_rate=jnp.asarray(learning_rate(state.step)),
-            gradient_norm=optax.tree.norm(grads),
-        )
+        rate, norm = jnp.asarray(learning_rate(state.step)), optax.tree.norm(grads)
+        fill = tokens / batch.size
+        metrics = Metrics(**measured._asdict(), tokens=tokens, fill=fill, learning_rate=rate, gradient_norm=norm)
         params = frozen.joined(state.params, trained)
         return constrained(TrainState(params, histories, average, opt_state, state.step + 1), mesh), metrics
 
@@ -287,23 +253,14 @@ def prefetched(batches: Callable[[int], Any], first: int, end: int, mesh: Mesh |
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Where a training runs and writes.
+    """Where a training runs and writes."""
 
-    Attributes:
-      out: the folder of everything that it writes.
-      console: for its messages.
-      mesh: of devices; None for one.
-      save_every: steps between checkpoints in OUT/checkpoints; None for none. The run starts from the newest one.
-      profile: whether some of the first steps are profiled, into OUT/profile.
-      bad_steps: so many in a row whose numbers are not finite end the run, as of `models.training.finite.Watch`.
-    """
-
-    out: Path
+    out: Path  # the folder of everything that it writes
     console: Console
-    mesh: Mesh | None = None
-    save_every: int | None = None
-    profile: bool = False
-    bad_steps: int = 3
+    mesh: Mesh | None = None  # of devices; None for one
+    save_every: int | None = None  # steps between checkpoints; None for none. The run starts from the newest one
+    profile: bool = False  # whether some of the first steps are profiled, into OUT/profile
+    bad_steps: int = 3  # as of `models.training.finite.Watch`
 
     @property
     def checkpoints(self) -> Path:
@@ -326,13 +283,9 @@ class Run:
 
 
 def train(
-    task: Task,
-    batches: Callable[[int], Any],
-    heldout: Any,
-    unit: str,
-    run: Run,
+    task: Task, batches: Callable[[int], Any], heldout: Any, unit: str, run: Run,
     sampler: Callable[[Any], Iterable[jax.stages.Lowered]] | None = None,
-) -> tuple[Any, History]:
+) -> tuple[Any, History]:  # fmt: skip
     """Runs the steps after the first state or the newest checkpoint, with evaluations; prints and logs progress.
 
     Args:
@@ -419,17 +372,12 @@ def train(
                 progress.console.print(f"step {done}: held-out {loss:.3f} {unit}{speed}")
             unread.clear()
             last_read = time.perf_counter()
-    if isinstance(step, Profiled):
-        _write_profile(step, run)
+    if isinstance(step, Profiled) and not step.done:
+        run.say(f"no profile: it needs {step.calls_needed} steps.")
+    elif isinstance(step, Profiled) and is_first():
+        files = step.report.save(run.out / "profile")
+        run.console.print(step.report.summary)
+        run.say(f"the profile is in {', '.join(map(str, files))}")
     model = nnx.merge(graphdef, *collect((kept(state), state.histories), mesh))
     model.eval()
     return model, log.history
-
-
-def _write_profile(profiled: Profiled, run: Run) -> None:
-    if not profiled.done:
-        run.say(f"no profile: it needs {profiled.calls_needed} steps.")
-    elif is_first():
-        files = profiled.report.save(run.out / "profile")
-        run.console.print(profiled.report.summary)
-        run.say(f"the profile is in {', '.join(map(str, files))}")

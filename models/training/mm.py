@@ -40,6 +40,7 @@ from models.training.presets import MULTIMODAL_PRESETS, MultimodalPreset
 from models.training.report import History, plot_report
 
 UNIT = "nats and squared errors"
+SHARED = ("rows", "predictions", "documents")  # of a step's room, by its micro-batches
 Pair = tuple[np.ndarray, list[np.ndarray]]  # an image and its captions' tokens
 
 
@@ -59,11 +60,7 @@ def choose(options: MmOptions) -> MultimodalPreset:
 
 
 def choose_tokenizer(preset: MultimodalPreset) -> tuple[Tokenizer, Tokens]:
-    """The tokenizer, and the tokens beside those of text, which are numbered after them.
-
-    Raises:
-      ValueError: the tokenizer cannot be read, or has no token that ends a document.
-    """
+    """The tokenizer, and the tokens beside those of text, which are numbered after them."""
     tokenizer = Bytes() if preset.tokenizer is None else HuggingFace(Path(preset.tokenizer))
     if tokenizer.end is None:
         raise ValueError(f"{preset.tokenizer} has no token that ends a document, such as <|endoftext|>.")
@@ -71,27 +68,17 @@ def choose_tokenizer(preset: MultimodalPreset) -> tuple[Tokenizer, Tokens]:
 
 
 class Material(NamedTuple):
-    """Pairs with captions as tokens.
-
-    Attributes:
-      train, heldout: (image, its captions) of each.
-      tokenizer, tokens: of the captions, and beside them.
-      room: of a whole step's batch.
-    """
+    """Pairs with captions as tokens."""
 
     train: list[Pair]
     heldout: list[Pair]
     tokenizer: Tokenizer
-    tokens: Tokens
-    room: Room
+    tokens: Tokens  # beside those of captions
+    room: Room  # of a whole step's batch
 
 
 def prepare(preset: MultimodalPreset, data: PairData) -> tuple[MultimodalPreset, Material]:
-    """The data as tokens, and the preset with the model's vocab and patch_values.
-
-    Raises:
-      ValueError: as `choose_tokenizer`.
-    """
+    """The data as tokens, and the preset with the model's vocab and patch_values."""
     tokenizer, tokens = choose_tokenizer(preset)
     values = data.patch**2 * data.channels
     model = dataclasses.replace(preset.model, vocab=max(preset.model.vocab, tokenizer.vocab + 2), patch_values=values)
@@ -112,7 +99,7 @@ def encode(pairs: Pairs, tokenizer: Tokenizer) -> list[Pair]:
 
 def share_of(room: Room, parts: int) -> Room:
     """A micro-batch's, of `parts` in a step."""
-    return room._replace(**{name: getattr(room, name) // parts for name in ("rows", "predictions", "documents")})
+    return room._replace(**{name: getattr(room, name) // parts for name in SHARED})
 
 
 def train_documents(
@@ -139,15 +126,10 @@ def heldout_documents(preset: MultimodalPreset, material: Material) -> list[Docu
 
 
 def check_fits(preset: MultimodalPreset, material: Material, mesh: Mesh | None) -> None:
-    """
-    Raises:
-      ValueError: a micro-batch cannot be split evenly over the devices, or cannot hold the largest document; an axis
-        `tensor` that does not divide the heads or the vocabulary.
-    """
+    """Checks whether a micro-batch can be split evenly over the devices, and holds the largest document."""
     preset.model.check_tensor(1 if mesh is None else mesh.shape[TENSOR])
     step = material.room
-    sizes = {"rows": step.rows, "predictions": step.predictions, "documents": step.documents}
-    check_shares(sizes, ("rows", "predictions"), preset.accumulate, mesh)
+    check_shares({name: getattr(step, name) for name in SHARED}, SHARED[:2], preset.accumulate, mesh)
     room = share_of(step, micro_batches(preset.accumulate, mesh))
     for pixels, captions in (*material.train, *material.heldout):
         in_batches([[captioned(max(captions, key=len), pixels, material.tokens)]], [], room)
@@ -163,20 +145,18 @@ class MmTask(Task):
     def model(self, rngs: nnx.Rngs, *, sharded: bool = False) -> Multimodal:
         return Multimodal(self.preset.model, sharded=sharded, rngs=rngs)
 
-    def objective(self, model: Multimodal, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        return self._objective(model, batch, key, self.preset.reading_noise)
-
-    def heldout_objective(self, model: Multimodal, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
-        return self._objective(model, batch, key, reading_noise=0.0)
-
-    def _objective(
-        self, model: Multimodal, batch: Batch, key: jax.Array, reading_noise: float
+    def objective(
+        self, model: Multimodal, batch: Batch, key: jax.Array, reading_noise: float | None = None
     ) -> tuple[jax.Array, Measured]:
         preset = self.preset
+        noise = preset.reading_noise if reading_noise is None else reading_noise
         weights = {"image_weight": preset.image_weight, "time_shift": preset.time_shift}
-        loss, routed = loss_fn(model, batch, key, reading_noise=reading_noise, **weights)
+        loss, routed = loss_fn(model, batch, key, reading_noise=noise, **weights)
         balance = jnp.mean(routed.aux_loss)
         return loss + preset.balance_weight * balance, Measured(loss, balance, shares(preset, routed.load))
+
+    def heldout_objective(self, model: Multimodal, batch: Batch, key: jax.Array) -> tuple[jax.Array, Measured]:
+        return self.objective(model, batch, key, reading_noise=0.0)
 
 
 def shares(preset: MultimodalPreset, load: jax.Array) -> jax.Array:
@@ -200,8 +180,7 @@ def heldout_batches(preset: MultimodalPreset, material: Material, mesh: Mesh | N
     """All held-out documents; the last devices may get empty batches."""
     room = share_of(material.room, micro_batches(preset.accumulate, mesh))
     batches = [batch for _, batch in every_document_once(heldout_documents(preset, material), room)]
-    if mesh is not None:
-        batches += -len(batches) % parts_of(mesh) * [lay_out([], room)]
+    batches += -len(batches) % parts_of(mesh) * [lay_out([], room)]
     return by_device(stack(batches), mesh)
 
 
@@ -223,9 +202,9 @@ def run(options: MmOptions) -> None:
         preset, material = prepare(preset, data)
         check_fits(preset, material, mesh)
         MmTask(preset).check_frozen()
-        files = files_read(preset.data) | (
-            {} if preset.tokenizer is None else {preset.tokenizer: Path(preset.tokenizer)}
-        )
+        files = files_read(preset.data)
+        if preset.tokenizer is not None:
+            files[preset.tokenizer] = Path(preset.tokenizer)
         run = launch.begin(options, preset, mesh, Path("runs", f"mm-{Path(preset.data).stem}-{options.preset}"), files)
     with launch.ended_in_one_line(run):
         _train_and_report(options, preset, data, material, run, begin)
@@ -234,24 +213,17 @@ def run(options: MmOptions) -> None:
 def _train_and_report(
     options: MmOptions, preset: MultimodalPreset, data: PairData, material: Material, run: Run, begin: float
 ) -> None:
-    console = run.console
-    console.print(f"{len(material.train):,} images with captions to train on, {len(material.heldout):,} held out")
-    if data.remark:
-        run.say(data.remark)
-    launch.print_model(options, preset.model, run)
-
+    run.say(f"{len(material.train):,} images with captions to train on, {len(material.heldout):,} held out")
+    launch.print_model(options, preset.model, run, data.remark)
     trained, history = train(preset, material, run)
     if not is_first():
         return
-    fill = np.mean([row["fill"] for row in history.rows])
-    console.print(f"held-out {history.last_heldout:.3f} {UNIT} after {time.perf_counter() - begin:.0f} s")
-    console.print(f"{fill:.1%} of the rows had a loss")
+    run.say(f"held-out {history.last_heldout:.3f} {UNIT} after {time.perf_counter() - begin:.0f} s")
+    run.say(f"{history.fill:.1%} of the rows had a loss")
     plot_report(history, UNIT, run.out / "report.png")
     show(preset, trained, data, material, run)
-    run.say(
-        f"{time.perf_counter() - begin:.0f} s; {run.out}/ has samples.png, report.png, metrics.jsonl, config.yaml, and "
-        "tensorboard"
-    )
+    files = "samples.png, report.png, metrics.jsonl, config.yaml, and tensorboard"
+    run.say(f"{time.perf_counter() - begin:.0f} s; {run.out}/ has {files}")
 
 
 main = config.command(MmOptions, run)

@@ -10,7 +10,7 @@ from jaxops.offload import Policy
 from models.data.image_files import check_colour
 from models.decoder import DecoderConfig
 from models.multimodal.model import MultimodalConfig
-from models.precision import Attends, Backend, Dtype, Recipe
+from models.precision import Attends, Computation
 from models.training.schedule import Schedule, Share
 
 
@@ -68,8 +68,7 @@ class ImagePreset(Schedule):
 
     Attributes:
       data: a data set's name, or a folder of images: for text and images with a .txt each, or a .jsonl file.
-      patch: side of a patch of own images.
-      longest: patches of the largest of own images.
+      patch, longest: side of a patch of own images, and patches of the largest of them.
       background: colour under transparent pixels of own images: a name, "#rrggbb" or "rgb(r,g,b)".
       sample_steps: Heun steps from noise to image.
       guidance: of what is drawn; 1 for none.
@@ -85,13 +84,7 @@ class ImagePreset(Schedule):
     guidance: NonNegativeFloat = 2.5
 
     def check(self, *names: str) -> None:
-        """
-        Args:
-          names: settings that `accumulate` divides.
-
-        Raises:
-          ValueError: it does not, or the background is no colour.
-        """
+        """Checks whether `accumulate` divides the settings of these names, and the background is a colour."""
         check_colour(self.background)
         sizes = {name: getattr(self, name) for name in names}
         if wrong := [f"{name} is {size}" for name, size in sizes.items() if size % self.accumulate]:
@@ -102,13 +95,13 @@ class ImagePreset(Schedule):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DiTPreset(ImagePreset):
+class DiTPreset(Computation, ImagePreset):
     """A diffusion transformer, its data and its training; the data set gives the model's remaining sizes.
 
     Attributes:
       tokens: token budget of a step, over all micro-batches.
       images: images of a step, at most; with more than fit, the budget is the limit.
-      dtype, recipe, attention, backend, policy, unroll, sums: as of `models.dit.DiTConfig`.
+      layers, width, heads, attention: as of `models.dit.DiTConfig`.
     """
 
     layers: PositiveInt
@@ -116,13 +109,7 @@ class DiTPreset(ImagePreset):
     heads: PositiveInt
     tokens: PositiveInt
     images: PositiveInt
-    dtype: Dtype = "float32"
-    recipe: Recipe | None = None
     attention: Attends = "auto"
-    backend: Backend = "auto"
-    policy: Policy | None = None
-    unroll: bool = False
-    sums: Dtype = "float32"
 
     def __post_init__(self):
         if self.width % self.heads or self.width % 8:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorboardX
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
 from models.training.terminal import one_line
 
@@ -23,12 +23,7 @@ ALWAYS = ("step", "loss", "tokens", "fill", "learning_rate", "gradient_norm")  #
 
 @dataclasses.dataclass
 class History:
-    """What a run has read from the device.
-
-    Attributes:
-      rows: one a step, as in metrics.jsonl.
-      loads: each expert's share [layers, experts] of the last steps of this process; empty without experts.
-    """
+    """What a run has read from the device: rows of metrics.jsonl, and of the last steps the loads [layers, experts]."""
 
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     loads: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -41,6 +36,11 @@ class History:
     def heldout(self) -> list[tuple[int, float]]:
         """(steps done, held-out loss)."""
         return [(row["step"], row["heldout"]) for row in self.rows if "heldout" in row]
+
+    @property
+    def fill(self) -> float:
+        """The mean over all steps."""
+        return float(np.mean([row["fill"] for row in self.rows]))
 
     @property
     def last_heldout(self) -> float:
@@ -56,9 +56,7 @@ class MetricsLog:
     compiled. null is a number that is not finite, which JSON does not have. Existing lines up to step `first`, the
     checkpoint that a run resumes from, are kept.
 
-    Args:
-      writes: True in one process of a run; the others only keep a history of the steps after `first`.
-      say: called if lines up to `first` are missing or unreadable.
+    One process of a run writes; the others only keep a history of the steps after `first`.
     """
 
     def __init__(self, out: Path, first: int, writes: bool = True, say: Callable[[str], None] = print):
@@ -91,9 +89,8 @@ class MetricsLog:
     ) -> None:
         """The metrics of the steps up to `done`; compile_s is the first one's."""
         for step, metrics in enumerate(read, done + 1 - len(read)):
-            row = {"step": step} | {
-                name: np.asarray(x).item() for name, x in metrics._asdict().items() if x is not None and np.ndim(x) == 0
-            }
+            numbers = {name: x for name, x in metrics._asdict().items() if x is not None and np.ndim(x) == 0}
+            row = {"step": step} | {name: np.asarray(x).item() for name, x in numbers.items()}
             row["tokens_per_s"] = round(tokens_per_s)
             if step == done and heldout is not None:
                 row["heldout"] = heldout
@@ -129,11 +126,7 @@ def _rows(file: Path, last: int) -> list[dict[str, Any]]:
 
 
 def plot_report(history: History, unit: str, path: Path, baseline: tuple[str, float] | None = None) -> None:
-    """Over the steps: losses of batches and held-out data, learning rate, gradient norm, and each layer's expert load.
-
-    Args:
-      baseline: name and loss of a dashed line.
-    """
+    """Over the steps losses, held-out losses, learning rate, gradient norm, and each layer's expert load."""
     from matplotlib.figure import Figure  # a second, which a run would pay at its start
 
     layers = history.loads[0].shape[0] if history.loads else 0
@@ -161,14 +154,8 @@ def plot_report(history: History, unit: str, path: Path, baseline: tuple[str, fl
 def _plot_expert_load(rows: "list[Axes]", load: np.ndarray, last: int) -> None:
     """A heat map for each layer, experts over steps, of each expert's share [steps, layers, experts]; 1 is even."""
     steps, _, experts = load.shape
-    style = {
-        "aspect": "auto",
-        "interpolation": "nearest",
-        "cmap": "coolwarm",
-        "vmin": 0,
-        "vmax": 2,
-        "extent": (last - steps + 0.5, last + 0.5, experts - 0.5, -0.5),
-    }
+    extent = (last - steps + 0.5, last + 0.5, experts - 0.5, -0.5)
+    style = {"aspect": "auto", "interpolation": "nearest", "cmap": "coolwarm", "vmin": 0, "vmax": 2, "extent": extent}
     images = [axes.imshow(load[:, layer].T * experts, **style) for layer, axes in enumerate(rows)]
     for layer, axes in enumerate(rows):
         axes.set(ylabel=f"layer {layer}\nexpert")
@@ -194,10 +181,9 @@ def draw_captioned(
         draw.text((canvas.width // 2, line), title, fill="black", anchor="mm")
         for number, (image, lines) in enumerate(zip(images, wrapped, strict=True)):
             left, top = gap + number % columns * (cell + gap), 2 * line + number // columns * (high + gap)
-            zoom = cell / max(image.shape[:2])
-            size = (round(image.shape[1] * zoom), round(image.shape[0] * zoom))
-            pixels = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image)
-            canvas.paste(pixels.resize(size, Image.Resampling.BICUBIC), (left + (cell - size[0]) // 2, top))
+            pixels = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image).convert("RGB")
+            square = ImageOps.pad(pixels, (cell, cell), Image.Resampling.BICUBIC, "white", (0.5, 0))
+            canvas.paste(square, (left, top))
             for place, text in enumerate(lines):
                 draw.text((left + cell // 2, top + cell + gap + place * line), text, fill="black", anchor="mm")
         canvases.append(canvas)

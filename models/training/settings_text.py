@@ -34,9 +34,6 @@ class _Loader(yaml.SafeLoader):
         text = self.construct_scalar(node)
         return int(text, 0 if text[:2] in ("0o", "0x") else 10)
 
-    def number(self, node: yaml.ScalarNode) -> float:
-        return float(self.construct_scalar(node))
-
 
 class _Dumper(yaml.SafeDumper):
     """Puts a text in quotes that YAML 1.1 or 1.2 reads as something else."""
@@ -48,20 +45,11 @@ for _name, _form in NUMBERS.items():
     for _each in (_Loader, _Dumper):
         _each.add_implicit_resolver(TAG + _name, re.compile(rf"({_form})\Z"), list("-+.0123456789"))
 _Loader.add_constructor(f"{TAG}int", _Loader.integer)
-_Loader.add_constructor(f"{TAG}float", _Loader.number)
 _Loader.add_constructor(f"{TAG}map", _Loader.mapping)
 
 
 def load(text: str | bytes, source: str) -> Any:
-    """The value of a YAML text, None of an empty one.
-
-    Args:
-      text: bytes are UTF-8, or UTF-16 with a byte order mark.
-      source: its name in errors.
-
-    Raises:
-      ValueError: in one line, with the line's number: what no YAML is.
-    """
+    """The value of a YAML text, None of an empty one; bytes are UTF-8, or UTF-16 with a byte order mark."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:

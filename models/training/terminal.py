@@ -5,6 +5,7 @@ import io
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -33,6 +34,11 @@ def one_line(text: str) -> str:
 def lines(text: str) -> str:
     """As `one_line`, with the line ends and tabs of a text."""
     return re.sub(r"[^\n\t]+", lambda part: one_line(part[0]), text)
+
+
+def first_of(names: Sequence[str], most: int, between: str = ", ") -> str:
+    """The first `most` of them, and how many more there are."""
+    return between.join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
 
 
 def show_any_text() -> None:

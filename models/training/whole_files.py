@@ -45,11 +45,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
 
 
 def verify(folder: Path) -> None:
-    """Does nothing without SHA256SUMS.
-
-    Raises:
-      ValueError: a file is missing or changed; all of them are named.
-    """
+    """Refuses files that are missing or changed, if there is a SHA256SUMS."""
     sums = folder / NAME
     if not sums.exists():
         return

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import gc
 import io
 import json
 import shutil
@@ -113,6 +114,24 @@ def test_its_own_line_while_it_compiles(monkeypatch):
         assert programs.wait("step", lines.append) is None
     assert lines[0].startswith("compiling step: 1 s")
     assert programs._kernels == {"step": "", "other": "2 kernels, "}
+
+
+def test_no_garbage_is_collected_while_a_program_is_lowered():
+    enabled = []
+
+    class Traced:
+        def trace(self, x):
+            enabled.append(gc.isenabled())
+            self.jaxpr = jax.make_jaxpr(jnp.sin)(x)
+            return self
+
+        def lower(self):
+            enabled.append(gc.isenabled())
+            raise ValueError("cannot be lowered")
+
+    with pytest.raises(ValueError, match="cannot be lowered"):
+        Compiling().start("step", Traced(), 1.0)
+    assert [*enabled, gc.isenabled()] == [False, False, True]
 
 
 @pytest.mark.parametrize("name", ["step", "evaluate"])

@@ -3,11 +3,14 @@
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxops.offload import Policy
 from models.distributed.mesh import make_mesh
 from models.layers import OFFLOADED, apply_layers, options_for, remark
+from tests.jaxprs import equations
 
 ALWAYS = {
     "xla_gpu_enable_dynamic_slice_fusion": False,
@@ -42,3 +45,20 @@ def test_what_goes_to_the_host_needs_a_loop(policy):
         ValueError, match=f"unroll with a policy that offloads {', '.join(policy.offload)}: only a loop"
     ):
         apply_layers((), lambda *_: None, None, layers=(), each=(), policy=policy, unroll=True, training=False)
+
+
+def test_unrolled_layers_read_vectors_behind_a_barrier():
+    """The slices of weights, which only products read, are not copied."""
+
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.w, self.scale = nnx.Param(jnp.ones((3, 4, 4))), nnx.Param(jnp.ones((3, 4)))
+
+    def run(x):
+        call = lambda layer, x, _: (x @ layer.w[...] * layer.scale[...][None], None)
+        how = {"layers": (range(3),), "each": (None,), "policy": None, "unroll": True, "training": False}
+        return apply_layers((Scaled(),), call, x, **how)[0]
+
+    found = equations(jax.make_jaxpr(run)(jnp.ones((2, 4))).jaxpr)
+    barriers = [equation for equation in found if equation.primitive.name == "optimization_barrier"]
+    assert [[x.aval.shape for x in equation.outvars] for equation in barriers] == [[(4,)] * 3]

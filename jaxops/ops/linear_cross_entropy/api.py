@@ -60,7 +60,8 @@ def linear_cross_entropy(
         gradients NaN; nothing is read out of bounds.
       weights: [T], floating or bool, factors on the tokens' losses; None for ones. Not with "none": multiply the
         losses yourself.
-      bias: [V], any of the dtypes of x, or None.
+      bias: [V], any of the dtypes of x, or None. On Hopper its gradient is the float32 sum of the logits' gradients as
+        they are multiplied, rounded to compute_dtype.
       transpose_w: w is [V, D].
       reduction: "mean", over the sum of the weights of tokens that count (0 if that is 0); "sum"; or "none".
       ignore_index: a target of this value does not count; what its row of x holds (NaN too) reaches nothing.
@@ -121,14 +122,17 @@ def linear_cross_entropy(
         return tuple(found if axis_name is None else lax.psum(found, axis_name))
     counts = jnp.asarray(targets) != spec.ignore_index
     weights = jnp.where(counts, 1 if weights is None else weights, 0).astype(jnp.float32)
+    total = jnp.sum(weights) if reduction == "mean" else jnp.float32(1)
+    total = jnp.where(total == 0, 1, total)
+    # Before the gradients are made: a division behind them reads and writes w's gradient once more. In float16 it stays
+    # behind them, since gradients of logits that are divided first would underflow to zero.
+    early = compute != jnp.float16
+    weights = weights / total if early else weights
     loss: Any = _weighted(spec, *vary_together(x, w, bias, targets, weights, index)[:-1])
     # Each device of the axis returns its share, and the sum is outside of the custom_vjp: so the cotangent that reaches
     # a share is the sum's, whether or not shard_map checks what varies.
     loss = loss if axis_name is None else lax.psum(loss, axis_name)
-    if reduction == "mean":
-        total = jnp.sum(weights)
-        loss = loss / jnp.where(total == 0, 1, total)
-    return loss
+    return loss if early else loss / total
 
 
 def _check_arrays(x: jax.Array, w: jax.Array, targets: jax.Array, weights, bias, transpose_w: bool) -> tuple[int, int]:
@@ -176,7 +180,6 @@ def _weighted_forward(spec: Spec, x, w, bias, targets, weights):
 
 
 def _weighted_fwd(spec: Spec, x, w, bias, targets, weights):
-    # Not divided by the number of tokens: in float16 such gradients of logits would be zero.
     cotangents = Tokens(weights, jnp.zeros_like(weights))
     found, gradients = tokens_and_gradients(spec, _cast(spec, x, w, bias, targets), cotangents)
     return _weighted_sum(weights, found), (gradients, found.losses)

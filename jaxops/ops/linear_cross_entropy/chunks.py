@@ -89,9 +89,7 @@ def tokens_and_gradients(
     def of_chunk(sums, rows: Operands, cotangents: Tokens) -> tuple[Any, tuple[Tokens, jax.Array]]:
         logits, (dw, dbias) = _logits(spec, rows), sums or (None, None)
         found = _statistics(spec, rows, logits)
-        # All that is read of the logits comes first: their gradients may have their memory.
-        products, found = barrier((logits.products, found))
-        d = _logit_gradients(spec, rows, products, found, cotangents)
+        d = _logit_gradients(spec, rows, logits.products, found, cotangents)
         dbias = None if rows.bias is None else _added(dbias, jnp.sum(d, axis=0, dtype=jnp.float32))
         d = d.astype(spec.compute_dtype)
         x = jnp.where(_counts(spec, rows)[:, None], rows.x, 0)  # NaN times the zero gradient of such a row is NaN
@@ -257,6 +255,8 @@ def _logit_gradients(
     of_target, of_words, own = dloss * (1 - smooth), dloss * (smooth / count), rows.targets - first
     counts = _counts(spec, rows)
     if spec.plan.backend == "triton":
+        # All that reads the logits comes first: the kernel overwrites them.
+        products, found = barrier((products, found))
         numbers = jnp.stack([found.log_sum, of_sum, of_target, of_words, counts.astype(jnp.float32)])
         return _gradients_on_hopper(spec, products, rows.bias, own, numbers)
     values, slope = _values(spec, products, rows.bias)

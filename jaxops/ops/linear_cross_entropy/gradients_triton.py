@@ -1,7 +1,6 @@
 """The gradients of the logits that `logits_triton` made, in the same memory.
 
-As a pass of XLA they would have memory of their own: XLA lets a fusion write to an operand only where that operand is
-the whole result of an instruction.
+As a pass of XLA they get memory of their own: probably because the logits are one of several results of a kernel.
 """
 
 import jax
@@ -20,7 +19,7 @@ BLOCK, LAYOUT = gl.constexpr(WORDS), gl.constexpr(gl.BlockedLayout([8], [32], [4
 def logit_gradients_kernel(
     products_ptr, bias_ptr, targets_ptr, numbers_ptr, T, eighths, CAP: gl.constexpr, gradients_ptr
 ):  # fmt: skip
-    """`BLOCK` words of a row a program. eighths: of the words; so it is known that rows start at 16 bytes."""
+    """`BLOCK` words of a row a program. eighths: V / 8, so that Triton knows V's divisor: it loads 16 bytes."""
     V = 8 * eighths
     blocks = gl.cdiv(V, BLOCK)
     row = gl.program_id(0) // blocks

@@ -26,7 +26,7 @@ from jaxops._lib.arrays.residual_names import named
 from jaxops.ops.packed_attention.bwd_pallas import backward_pallas
 from jaxops.ops.packed_attention.cudnn import attend_cudnn
 from jaxops.ops.packed_attention.fwd_pallas import forward_pallas
-from jaxops.ops.packed_attention.plan import HOPPER_BACKWARD_WIDEST, PLANNER, Arrays, Plan, Problem, Spec
+from jaxops.ops.packed_attention.plan import PLANNER, Arrays, Plan, Problem, Spec
 from jaxops.ops.packed_attention.visible import most_pairs, visible_rows
 from jaxops.ops.packed_attention.xla import along_rows, backward_xla, forward_xla
 
@@ -87,9 +87,9 @@ def packed_attention(
         which XLA schedules and `jaxops.profiling` reports.
       crowd: has no effect any more; a DeprecationWarning.
       backend: "auto" takes "triton", the kernels for Hopper, for bfloat16 and float16 and a head_dim and value_dim that
-        are multiples of 8 up to 256 (Python 3.12; above 128 the backward is that of "pallas"). Elsewhere it takes
-        "cudnn" where that can run (on a GPU, bfloat16 or float16, causal or whole sequences), "pallas" on a GPU for
-        other masks, sinks and soft_cap, and "xla". Each of them runs or raises ("pallas" is interpreted on a CPU).
+        are multiples of 8 up to 256 (Python 3.12). Elsewhere it takes "cudnn" where that can run (on a GPU, bfloat16 or
+        float16, causal or whole sequences), "pallas" on a GPU for other masks, sinks and soft_cap, and "xla". Each of
+        them runs or raises ("pallas" is interpreted on a CPU).
       plan: a `Plan`, instead of the tuned or heuristic one.
 
     Returns:
@@ -234,7 +234,7 @@ def _gradients_of_heads(spec: Spec, plan: Plan, arrays: Arrays, out, lse, dout) 
         return backward_xla(spec, plan.block, arrays, out, lse, dout)
     assert plan.dq is not None
     assert plan.dkv is not None
-    if plan.backend == "triton" and max(arrays.q.shape[2], arrays.v.shape[2]) <= HOPPER_BACKWARD_WIDEST:
+    if plan.backend == "triton":
         from jaxops.ops.packed_attention.bwd_triton import backward_triton
 
         backward = functools.partial(backward_triton, spec, plan.dq, plan.dkv, cores=plan.on.cores)

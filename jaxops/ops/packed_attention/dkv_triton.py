@@ -4,7 +4,7 @@ A persistent kernel. A program takes blocks of key rows of one head, the longest
 queries, of all heads that share the keys, that see some of them: deterministic, without atomics. One producer warp
 loads by TMA. Two consumer warp groups have 64 of the keys each, in shared memory, and the sums of both gradients in
 registers. Scores are transposed, [keys, queries], so that probabilities and their gradients are left operands as they
-are, from registers.
+are, from registers. Wide heads have a launch for dk and one for dv: registers have no room for the sums of both.
 
 A tile of queries ends where the sequences end: its box is cut off there, since behind it may lie NaN.
 """
@@ -14,10 +14,8 @@ import jax.numpy as jnp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -25,9 +23,10 @@ from jaxops._lib.arrays.manual_axes import out_struct
 from jaxops._lib.gluon.gemm_triton import advance
 from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, triton_call
 from jaxops._lib.gluon.layouts_triton import accumulator
-from jaxops._lib.gluon.stores_triton import as_block, tile_layout
-from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
+from jaxops._lib.gluon.stores_triton import tile_layout
+from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, opaque, start_fetch_add
 from jaxops.ops.packed_attention.fwd_triton import (
+    CONSUMERS,
     FIELDS,
     LOW,
     ROWS,
@@ -35,7 +34,6 @@ from jaxops.ops.packed_attention.fwd_triton import (
     capped,
     load_block,
     make_barriers,
-    padded,
     read_block,
     row_box,
     scales,
@@ -44,25 +42,37 @@ from jaxops.ops.packed_attention.fwd_triton import (
     write_block,
     write_end,
 )
-from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles
+from jaxops.ops.packed_attention.parts_triton import (
+    finish_sums,
+    load_parts,
+    parts_of,
+    start_products,
+    start_sums,
+    store_sums,
+    zero_sums,
+)
+from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, gradients_apart, head_columns, hopper_memory
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS, key_blocks
-
-CONSUMERS = gl.constexpr(2)
 
 
 @gluon.aggregate
 class Pipeline:
     """Shared memory and its synchronisation.
 
-    k, v: [CONSUMERS, ROWS, D] and [CONSUMERS, ROWS, V], of a block; its gradients leave through them. q, dout:
-    [STAGES, BQ, D] and [STAGES, BQ, V].
-    lse, along: [STAGES, 1, BQ].
+    k, v: [CONSUMERS * PARTS, ROWS, D] and [CONSUMERS * V_PARTS, ROWS, V], of a block.
+    dk, dv: likewise; without APART in the memory of k and v.
+    q, dout: [STAGES * PARTS, BQ, D] and [V_STAGES * V_PARTS, BQ, V].
+    lse, along: [STAGES, 1, BQ] and [V_STAGES, 1, BQ], with q and dout.
     block: what the consumers must know of a block: FIELDS numbers and the head.
-    keys_*: an mbarrier for k and v. full, empty: an mbarrier a stage.
+    keys_*: an mbarrier for k and v. q_*, dout_*: an mbarrier a stage; with both dk and dv those of q are for dout, too.
+    PARTS, V_PARTS: of D and V columns, which make a head of q and k, and of v.
+    DK, DV: whether dk and dv are computed.
     """
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
+    dk: gl.shared_memory_descriptor
+    dv: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor
     dout: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
@@ -70,32 +80,51 @@ class Pipeline:
     block: gl.shared_memory_descriptor
     keys_full: gl.shared_memory_descriptor
     keys_empty: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    dout_full: gl.shared_memory_descriptor
+    dout_empty: gl.shared_memory_descriptor
     D: gl.constexpr
+    PARTS: gl.constexpr
     V: gl.constexpr
+    V_PARTS: gl.constexpr
     BQ: gl.constexpr
     STAGES: gl.constexpr
+    V_STAGES: gl.constexpr
+    DK: gl.constexpr
+    DV: gl.constexpr
+    APART: gl.constexpr
 
 
 @gluon.jit
-def make_pipeline(dtype: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BQ: gl.constexpr, STAGES: gl.constexpr):
+def make_pipeline(
+    dtype: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, V_PARTS: gl.constexpr,
+    BQ: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr,
+    APART: gl.constexpr,
+):  # fmt: skip
     OF_KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     OF_VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], dtype)
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BQ, D], dtype)
     OF_DOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BQ, V], dtype)
     OF_NUMBERS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k = gl.allocate_shared_memory(dtype, [CONSUMERS * PARTS, ROWS, D], OF_KEYS)
+    v = gl.allocate_shared_memory(dtype, [CONSUMERS * V_PARTS, ROWS, V], OF_VALUES)
+    dk = k
+    dv = v
+    if APART:
+        dk = gl.allocate_shared_memory(dtype, [CONSUMERS * PARTS, ROWS, D], OF_KEYS)
+        dv = gl.allocate_shared_memory(dtype, [CONSUMERS * V_PARTS, ROWS, V], OF_VALUES)
     return Pipeline(
-        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], OF_KEYS),
-        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, V], OF_VALUES),
-        gl.allocate_shared_memory(dtype, [STAGES, BQ, D], OF_ROWS),
-        gl.allocate_shared_memory(dtype, [STAGES, BQ, V], OF_DOUT),
+        k, v, dk, dv,
+        gl.allocate_shared_memory(dtype, [STAGES * PARTS, BQ, D], OF_ROWS),
+        gl.allocate_shared_memory(dtype, [V_STAGES * V_PARTS, BQ, V], OF_DOUT),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BQ], OF_NUMBERS),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, BQ], OF_NUMBERS),
+        gl.allocate_shared_memory(gl.float32, [V_STAGES, 1, BQ], OF_NUMBERS),
         gl.allocate_shared_memory(gl.int32, [FIELDS + 1, 1], FLAT),
         make_barriers(1, 1), make_barriers(1, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
-        D, V, BQ, STAGES,
+        make_barriers(V_STAGES, 1), make_barriers(V_STAGES, CONSUMERS),
+        D, PARTS, V, V_PARTS, BQ, STAGES, V_STAGES, DK, DV, APART,
     )  # fmt: skip
 
 
@@ -117,10 +146,14 @@ def produce(
     """Loads the operands of this program's blocks, until there are no more."""
     rows, heads, group = sizes
     BQ: gl.constexpr = pipe.BQ
-    BYTES: gl.constexpr = q_desc.nbytes_per_cta + dout_desc.nbytes_per_cta + 2 * lse_desc.nbytes_per_cta
+    OF_Q: gl.constexpr = pipe.PARTS * q_desc.nbytes_per_cta + lse_desc.nbytes_per_cta
+    OF_DOUT: gl.constexpr = pipe.V_PARTS * dout_desc.nbytes_per_cta + along_desc.nbytes_per_cta
+    BOTH: gl.constexpr = pipe.DK and pipe.DV
     bounds = (gl.load(inside), gl.load(inside + 1))
-    s = 0
-    phase = 1
+    q_s = 0
+    q_phase = 1
+    dout_s = 0
+    dout_phase = 1
     keys_phase = 1
     t = gl.program_id(0)
     while t < rows * heads:
@@ -131,24 +164,33 @@ def produce(
         keys_phase ^= 1
         write_block(pipe, values)
         keys_full = pipe.keys_full.index(0)
-        mbarrier.expect(keys_full, CONSUMERS * (k_desc.nbytes_per_cta + v_desc.nbytes_per_cta))
+        OF_KEYS: gl.constexpr = pipe.PARTS * k_desc.nbytes_per_cta + pipe.V_PARTS * v_desc.nbytes_per_cta
+        mbarrier.expect(keys_full, CONSUMERS * OF_KEYS)
         for n in gl.static_range(CONSUMERS):
-            tma.async_load(k_desc, [row + n * ROWS, head, 0], keys_full, as_block(pipe.k.index(n), k_desc))
-            tma.async_load(v_desc, [row + n * ROWS, head, 0], keys_full, as_block(pipe.v.index(n), v_desc))
+            own = (row + n * ROWS, head)
+            load_parts(k_desc, parts_of(pipe.k, n, pipe.PARTS), keys_full, own)
+            load_parts(v_desc, parts_of(pipe.v, n, pipe.V_PARTS), keys_full, own)
         tiles = (number, left, right, steps, bounds)
         for each in range(group):
             q_head = head * group + each
             for step in range(steps):
                 row, at, end = tile_of(step, tiles, BQ)
-                full = pipe.full.index(s)
-                mbarrier.wait(pipe.empty.index(s), phase)
-                mbarrier.expect(full, BYTES)
-                box = [at, end - BQ - at, q_head, 0]
-                tma.async_load(q_desc, box, full, as_block(pipe.q.index(s), q_desc))
-                tma.async_load(dout_desc, box, full, as_block(pipe.dout.index(s), dout_desc))
-                tma.async_load(lse_desc, [q_head, row], full, pipe.lse.index(s))
-                tma.async_load(along_desc, [q_head, row], full, pipe.along.index(s))
-                s, phase = advance(s, phase, pipe.STAGES)
+                box = (at, end - BQ - at, q_head)
+                full = pipe.q_full.index(q_s)
+                mbarrier.wait(pipe.q_empty.index(q_s), q_phase)
+                mbarrier.expect(full, OF_Q + OF_DOUT if BOTH else OF_Q)
+                load_parts(q_desc, parts_of(pipe.q, q_s, pipe.PARTS), full, box)
+                tma.async_load(lse_desc, [q_head, row], full, pipe.lse.index(q_s))
+                if BOTH:
+                    dout_s = q_s
+                else:
+                    full = pipe.dout_full.index(dout_s)
+                    mbarrier.wait(pipe.dout_empty.index(dout_s), dout_phase)
+                    mbarrier.expect(full, OF_DOUT)
+                load_parts(dout_desc, parts_of(pipe.dout, dout_s, pipe.V_PARTS), full, box)
+                tma.async_load(along_desc, [q_head, row], full, pipe.along.index(dout_s))
+                q_s, q_phase = advance(q_s, q_phase, pipe.STAGES)
+                dout_s, dout_phase = advance(dout_s, dout_phase, pipe.V_STAGES)
         t = gl.num_programs(0) + finish_fetch_add(following)
     mbarrier.wait(pipe.keys_empty.index(0), keys_phase)
     write_end(pipe, pipe.keys_full)
@@ -171,42 +213,68 @@ def seen_from(keys, row, runs, BQ: gl.constexpr):
 
 @gluon.jit
 def add_tiles(
-    pipe, sums, places, tiles, span, rows, SCALE: gl.constexpr, CAP: gl.constexpr, MASKED: gl.constexpr,
+    pipe, sums, places, tiles, span, last, rows, SCALE: gl.constexpr, CAP: gl.constexpr, MASKED: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Steps span[0] to span[1] - 1 of one head. rows: the keys, and where each query's runs of keys are."""
+    """Steps span[0] to span[1] - 1 of one head. last: the steps of the block's last head, 0 for the others. rows: the
+    keys, and where each query's runs of keys are."""
     dk, dv = sums
     keys, runs = rows
-    s, phase = places
+    q_s, q_phase, dout_s, dout_phase = places
     BQ: gl.constexpr = pipe.BQ
-    none = gl.zeros([ROWS, BQ], gl.float32, accumulator(BQ))
     for step in range(span[0], span[1]):
-        mbarrier.wait(pipe.full.index(s), phase)
-        q = pipe.q.index(s)
-        dout = pipe.dout.index(s)
-        scores = warpgroup_mma(pipe.k.index(WHICH), q.permute((1, 0)), none, use_acc=False, is_async=True)
-        products = warpgroup_mma(pipe.v.index(WHICH), dout.permute((1, 0)), none, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
+        if pipe.DK and pipe.DV:
+            dout_s = q_s
+        mbarrier.wait(pipe.q_full.index(q_s), q_phase)
+        own = opaque(WHICH)  # else ptxas computes addresses before the loop, and spills them
+        k = parts_of(pipe.k, own, pipe.PARTS)
+        v = parts_of(pipe.v, own, pipe.V_PARTS)
+        q = parts_of(pipe.q, q_s, pipe.PARTS)
+        dout = parts_of(pipe.dout, dout_s, pipe.V_PARTS)
+        scores = start_products(k, q)
+        if pipe.DK:
+            if not pipe.DV:
+                mbarrier.wait(pipe.dout_full.index(dout_s), dout_phase)
+            products = start_products(v, dout)
+            scores = warpgroup_mma_wait(pipe.V_PARTS, deps=[scores])
+        else:
+            scores = warpgroup_mma_wait(0, deps=[scores])
         shares = capped(scores, CAP)
-        scores = shares * SCALE - numbers_of(pipe.lse, s, BQ)
+        scores = shares * SCALE - numbers_of(pipe.lse, q_s, BQ)
+        if not pipe.DK:
+            mbarrier.arrive(pipe.q_empty.index(q_s), count=1)
         if MASKED:
             row, _, _ = tile_of(step, tiles, BQ)
             scores = gl.where(seen_from(keys, row, runs, BQ), scores, LOW)
         p = gl.exp2(scores)
-        of_values = as_operand(p, dout.dtype, pipe.V)
-        if CAP is not None:
-            slope = 1.0 - shares * shares
-            p = gl.where(p != 0.0, p * slope, 0.0) if MASKED else p * slope
-        dv = warpgroup_mma(of_values, dout, dv, is_async=True)
-        products = warpgroup_mma_wait(1, deps=[products])
-        ds = p * (products - numbers_of(pipe.along, s, BQ))
-        if MASKED:  # keys outside may be NaN, and so are their products with dout
-            ds = gl.where(p != 0.0, ds, 0.0)
-        dk = warpgroup_mma(as_operand(ds, q.dtype, pipe.D), q, dk, is_async=True)
-        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-        mbarrier.arrive(pipe.empty.index(s), count=1)
-        s, phase = advance(s, phase, pipe.STAGES)
-    return (dk, dv), (s, phase)
+        if pipe.DV:
+            of_values = as_operand(p, pipe.dout.dtype, pipe.V)
+            if not pipe.DK:
+                mbarrier.wait(pipe.dout_full.index(dout_s), dout_phase)
+            dv = start_sums(of_values, dout, dv)
+        if pipe.DK:
+            if CAP is not None:
+                slope = 1.0 - shares * shares
+                p = gl.where(p != 0.0, p * slope, 0.0) if MASKED else p * slope
+            products = warpgroup_mma_wait(pipe.V_PARTS if pipe.DV else 0, deps=[products])
+            if pipe.APART:  # the next block's k and v are loaded beside the rest of the last step
+                mbarrier.arrive(pipe.keys_empty.index(0), count=1, pred=step + 1 == last)
+            ds = p * (products - numbers_of(pipe.along, dout_s, BQ))
+            if MASKED:  # keys outside may be NaN, and so are their products with dout
+                ds = gl.where(p != 0.0, ds, 0.0)
+            if not pipe.DV:
+                mbarrier.arrive(pipe.dout_empty.index(dout_s), count=1)
+            dk = start_sums(as_operand(ds, pipe.q.dtype, pipe.D), q, dk)
+            dk = finish_sums(dk)
+        if pipe.DV:
+            dv = finish_sums(dv)
+        if pipe.DK:
+            mbarrier.arrive(pipe.q_empty.index(q_s), count=1)
+        else:
+            mbarrier.arrive(pipe.dout_empty.index(dout_s), count=1)
+        q_s, q_phase = advance(q_s, q_phase, pipe.STAGES)
+        dout_s, dout_phase = advance(dout_s, dout_phase, pipe.V_STAGES)
+    return (dk, dv), (q_s, q_phase, dout_s, dout_phase)
 
 
 @gluon.jit
@@ -214,9 +282,7 @@ def consume(
     pipe, dk_desc, dv_desc, runs, inside, group, SCALE: gl.constexpr, CAP: gl.constexpr, FACTOR: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = pipe.D
-    V: gl.constexpr = pipe.V
-    places = (0, 0)
+    places = (0, 0, 0, 0)
     keys_phase = 0
     bounds = (gl.load(inside), gl.load(inside + 1))
     mbarrier.wait(pipe.keys_full.index(0), keys_phase)
@@ -227,30 +293,39 @@ def consume(
         rows = (keys, runs)
         tiles = (number, left, right, steps, bounds)
         masked = left + right
-        sums = (gl.zeros([ROWS, D], gl.float32, accumulator(D)), gl.zeros([ROWS, V], gl.float32, accumulator(V)))
-        for _ in range(group):
-            sums, places = add_tiles(pipe, sums, places, tiles, (0, masked), rows, SCALE, CAP, True, WHICH)
-            sums, places = add_tiles(pipe, sums, places, tiles, (masked, steps), rows, SCALE, CAP, False, WHICH)
+        # The compiler drops the sums of a gradient that is not computed.
+        sums = (zero_sums(ROWS, pipe.D, pipe.PARTS), zero_sums(ROWS, pipe.V, pipe.V_PARTS))
+        for each in range(group):
+            last = gl.where(each + 1 == group, steps, 0)
+            sums, places = add_tiles(pipe, sums, places, tiles, (0, masked), last, rows, SCALE, CAP, True, WHICH)
+            sums, places = add_tiles(pipe, sums, places, tiles, (masked, steps), last, rows, SCALE, CAP, False, WHICH)
         dk, dv = sums
-        pipe.k.index(WHICH).store((dk * FACTOR).to(dk_desc.dtype))
-        pipe.v.index(WHICH).store(dv.to(dv_desc.dtype))
-        fence_async_shared()
-        tma.async_store(dk_desc, [own, head, 0], as_block(pipe.k.index(WHICH), dk_desc))
-        tma.async_store(dv_desc, [own, head, 0], as_block(pipe.v.index(WHICH), dv_desc))
         tma.store_wait(0)
-        mbarrier.arrive(pipe.keys_empty.index(0), count=1)
+        if pipe.DK:
+            store_sums(dk_desc, parts_of(pipe.dk, WHICH, pipe.PARTS), dk, FACTOR, None, own, head)
+        if pipe.DV:
+            store_sums(dv_desc, parts_of(pipe.dv, WHICH, pipe.V_PARTS), dv, 1.0, None, own, head)
+        if pipe.APART:
+            mbarrier.arrive(pipe.keys_empty.index(0), count=1, pred=steps == 0)
+        else:
+            tma.store_wait(0)
+            mbarrier.arrive(pipe.keys_empty.index(0), count=1)
         keys_phase ^= 1
         mbarrier.wait(pipe.keys_full.index(0), keys_phase)
         row, number, left, right, steps, head = read_block(pipe)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def packed_attention_dkv_kernel(
     q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, first, end, inside, blocks, dk_desc, dv_desc, dk, dv,
-    sizes, D: gl.constexpr, V: gl.constexpr, BQ: gl.constexpr, STAGES: gl.constexpr, SCALE: gl.constexpr,
-    CAP: gl.constexpr, FACTOR: gl.constexpr, SECTION: gl.constexpr,
+    sizes, D: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, V_PARTS: gl.constexpr, BQ: gl.constexpr,
+    STAGES: gl.constexpr, V_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FACTOR: gl.constexpr,
+    SECTION: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, V, BQ, STAGES)
+    DK: gl.constexpr = dk_desc is not None
+    DV: gl.constexpr = dv_desc is not None
+    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, V_PARTS, BQ, STAGES, V_STAGES, DK, DV, APART)
     group = sizes[2]
     runs = (first, end)
     loads = (pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, blocks, inside, sizes, SECTION)
@@ -281,19 +356,35 @@ def gradients_of_keys(
     q, k, v, first, end, inside, _ = arrays
     numbers = in_tiles(tiles.bq, inside, first, end, lse, along)
     (_, N, D), (S, K, V) = q.shape, v.shape
-    shapes = [(CONSUMER_ROWS, 1, padded(x)) for x in (k, v)]
-    results = [OutTile(shape, tile_layout(k.dtype, shape), result=i) for i, shape in enumerate(shapes)]
+    (columns, part), (values, value_part) = head_columns(D), head_columns(V)
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     boxes_of_numbers = [TensorDescriptor.from_array(x, (1, tiles.bq), layout=flat) for x in numbers[2:]]
     blocks = key_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     scale, cap = scales(spec)
-    return triton_call(
-        *(window_box(x, tiles.bq, padded(x)) for x in (q, dout)), *boxes_of_numbers,
-        *(row_box(x, padded(x)) for x in (k, v)), *numbers[:2], inside,
-        Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), *results,
-        kernel=packed_attention_dkv_kernel, name="packed_attention_dkv", grid=min(cores, blocks.shape[0] * K),
-        out_type=tuple(out_struct(x.shape, x.dtype, like=x) for x in (k, v)), flops=4 * spec.pairs * N * (D + V),
-        sizes=(blocks.shape[0], K, N // K), D=padded(k), V=padded(v),
-        BQ=tiles.bq, STAGES=tiles.stages, SCALE=scale, CAP=cap, FACTOR=spec.scale,
-        SECTION=min(max(section(q, dout) * K // N, 1), K),
-    )  # fmt: skip
+    memory = hopper_memory("dkv", tiles, (D, V))
+    gradients = {"dk": (k, (CONSUMER_ROWS, 1, part)), "dv": (v, (CONSUMER_ROWS, 1, value_part))}
+
+    def launch(name: str, *made: str) -> tuple[jax.Array, ...]:
+        """made: "dk", "dv", or both in this order."""
+        results: dict[str, OutTile | None] = dict.fromkeys(gradients)
+        for i, each in enumerate(made):
+            like, shape = gradients[each]
+            results[each] = OutTile(shape, tile_layout(like.dtype, shape), result=i)
+        products = D + ("dk" in made) * (D + V) + ("dv" in made) * V
+        return triton_call(
+            window_box(q, tiles.bq, part), window_box(dout, tiles.bq, value_part), *boxes_of_numbers,
+            row_box(k, part), row_box(v, value_part), *numbers[:2], inside,
+            Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), *results.values(),
+            kernel=packed_attention_dkv_kernel, name=name, grid=min(cores, blocks.shape[0] * K),
+            out_type=tuple(out_struct(x.shape, x.dtype, like=x) for x, _ in map(gradients.__getitem__, made)),
+            flops=2 * spec.pairs * N * products, sizes=(blocks.shape[0], K, N // K), D=part, PARTS=columns // part,
+            V=value_part, V_PARTS=values // value_part, BQ=tiles.bq,
+            STAGES=tiles.stages if "dk" in made else memory.early,
+            V_STAGES=tiles.stages if "dv" in made else memory.early, SCALE=scale, CAP=cap, FACTOR=spec.scale,
+            SECTION=min(max(section(q, dout) * K // N, 1), K), APART=memory.apart,
+            **{each: None for each in gradients if each not in made},
+        )  # fmt: skip
+
+    if gradients_apart((D, V)):
+        return *launch("packed_attention_dk", "dk"), *launch("packed_attention_dv", "dv")
+    return launch("packed_attention_dkv", "dk", "dv")

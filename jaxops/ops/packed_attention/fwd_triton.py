@@ -1,7 +1,7 @@
 """The forward pass on Hopper, in Gluon: FlashAttention-3's schedule (Shah et al. 2024, arXiv:2407.08608).
 
 A persistent kernel. A program takes blocks of query rows of one head, the longest first. One producer warp loads q, and
-the tiles of k and v into a pipeline of stages each, by TMA. Two or three consumer warp groups have 64 of the rows each.
+the tiles of k and v into a pipeline of stages each, by TMA. Two consumer warp groups have 64 of the rows each.
 While the softmax of a step runs, the last tile's probabilities, from registers, are multiplied with v. The groups issue
 their products in turn, so that one's softmax runs beside the others' products.
 
@@ -30,7 +30,8 @@ from jaxops._lib.gluon.launch_triton import OutTile, Scratch, TensorDescriptor, 
 from jaxops._lib.gluon.layouts_triton import accumulator, one_number
 from jaxops._lib.gluon.stores_triton import as_block, tile_layout
 from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, start_fetch_add
-from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, hopper_apart, key_columns
+from jaxops.ops.packed_attention.parts_triton import load_parts, parts_of, start_products
+from jaxops.ops.packed_attention.plan import Arrays, Spec, Tiles, head_columns, hopper_memory
 from jaxops.ops.packed_attention.visible import CONSUMER_ROWS as _ROWS
 from jaxops.ops.packed_attention.visible import FIELDS as _FIELDS
 from jaxops.ops.packed_attention.visible import query_blocks
@@ -38,6 +39,7 @@ from jaxops.ops.packed_attention.xla import EXACT_BELOW
 
 LOG2_E = 1.4426950408889634  # the GPU has 2 ** x, not e ** x
 ROWS, FIELDS = gl.constexpr(_ROWS), gl.constexpr(_FIELDS)
+CONSUMERS = gl.constexpr(2)
 LOG2 = gl.constexpr(LOG2_E)
 EXACT = gl.constexpr(LOG2_E * EXACT_BELOW)
 # The largest score before the first one: with -inf, rows without keys are NaN.
@@ -49,9 +51,10 @@ LOW = gl.constexpr(-math.inf)  # of a masked key
 class Pipeline:
     """Shared memory and its synchronisation.
 
-    q: [CONSUMERS * PARTS, ROWS, D]. k: [STAGES * PARTS, BK, D]. v: [STAGES, BK, V]. out: [CONSUMERS, ROWS, V]; q's
-    memory where there is no room for both. The backward loads dout into it.
-    PARTS: of D columns, which make a head of q and k: its columns are no power of two.
+    q: [CONSUMERS * PARTS, ROWS, D]. k: [STAGES * PARTS, BK, D]. v: [V_STAGES * V_PARTS, BK, V].
+    dout: the backward's, [CONSUMERS * V_PARTS, ROWS, V]. out: the forward's result, likewise, or dq, as q; without
+    APART in q's memory.
+    PARTS, V_PARTS: of D and V columns, which make a head of q and k, and of v: its columns may be no power of two.
     block: what the consumers must know of a block: FIELDS numbers and the head.
     *_full, *_empty: an mbarrier a stage; q has one stage.
     order: an mbarrier for each consumer, on which it waits before it issues a step's products.
@@ -60,6 +63,7 @@ class Pipeline:
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor
     block: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -72,9 +76,10 @@ class Pipeline:
     D: gl.constexpr
     PARTS: gl.constexpr
     V: gl.constexpr
+    V_PARTS: gl.constexpr
     BK: gl.constexpr
     STAGES: gl.constexpr
-    CONSUMERS: gl.constexpr
+    V_STAGES: gl.constexpr
     APART: gl.constexpr
 
 
@@ -88,8 +93,8 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def make_pipeline(
-    dtype: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, APART: gl.constexpr,
+    dtype: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, V_PARTS: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, APART: gl.constexpr, BACKWARD: gl.constexpr,
 ):  # fmt: skip
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     OF_KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, D], dtype)
@@ -97,18 +102,24 @@ def make_pipeline(
     OF_OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(dtype, [CONSUMERS * PARTS, ROWS, D], OF_ROWS)
+    dout = q
+    if BACKWARD:
+        dout = gl.allocate_shared_memory(dtype, [CONSUMERS * V_PARTS, ROWS, V], OF_OUT)
     out = q
-    if APART:
-        out = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, V], OF_OUT)
+    if APART and BACKWARD:
+        out = gl.allocate_shared_memory(dtype, [CONSUMERS * PARTS, ROWS, D], OF_ROWS)
+    elif APART:
+        out = gl.allocate_shared_memory(dtype, [CONSUMERS * V_PARTS, ROWS, V], OF_OUT)
     return Pipeline(
         q,
         gl.allocate_shared_memory(dtype, [STAGES * PARTS, BK, D], OF_KEYS),
-        gl.allocate_shared_memory(dtype, [STAGES, BK, V], OF_VALUES),
+        gl.allocate_shared_memory(dtype, [V_STAGES * V_PARTS, BK, V], OF_VALUES),
+        dout,
         out,
         gl.allocate_shared_memory(gl.int32, [FIELDS + 1, 1], FLAT),
         make_barriers(1, 1), make_barriers(1, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
-        make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS), make_barriers(CONSUMERS, 1),
-        D, PARTS, V, BK, STAGES, CONSUMERS, APART,
+        make_barriers(V_STAGES, 1), make_barriers(V_STAGES, CONSUMERS), make_barriers(CONSUMERS, 1),
+        D, PARTS, V, V_PARTS, BK, STAGES, V_STAGES, APART,
     )  # fmt: skip
 
 
@@ -133,9 +144,7 @@ def load_keys(desc, bufs, full, empty, s, phase, tile, head, PARTS: gl.constexpr
     first, end = tile
     mbarrier.wait(empty.index(s), phase)
     mbarrier.expect(full.index(s), PARTS * desc.nbytes_per_cta)
-    for n in gl.static_range(PARTS):
-        box = [first, end - bufs.shape[1] - first, head, n * bufs.shape[2]]
-        tma.async_load(desc, box, full.index(s), as_block(bufs.index(s * PARTS + n), desc))
+    load_parts(desc, parts_of(bufs, s, PARTS), full.index(s), (first, end - bufs.shape[1] - first, head))
 
 
 @gluon.jit
@@ -190,15 +199,15 @@ def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.
         write_block(pipe, values)
         q_full = pipe.q_full.index(0)
         if dout_desc is None:
-            mbarrier.expect(q_full, pipe.CONSUMERS * pipe.PARTS * q_desc.nbytes_per_cta)
+            mbarrier.expect(q_full, CONSUMERS * pipe.PARTS * q_desc.nbytes_per_cta)
         else:
-            mbarrier.expect(q_full, pipe.CONSUMERS * (q_desc.nbytes_per_cta + dout_desc.nbytes_per_cta))
-        for n in gl.static_range(pipe.CONSUMERS):
-            for part in gl.static_range(pipe.PARTS):
-                box = [row + n * ROWS, head, part * pipe.D]
-                tma.async_load(q_desc, box, q_full, as_block(pipe.q.index(n * pipe.PARTS + part), q_desc))
+            OF_ROWS: gl.constexpr = pipe.PARTS * q_desc.nbytes_per_cta + pipe.V_PARTS * dout_desc.nbytes_per_cta
+            mbarrier.expect(q_full, CONSUMERS * OF_ROWS)
+        for n in gl.static_range(CONSUMERS):
+            box = (row + n * ROWS, head)
+            load_parts(q_desc, parts_of(pipe.q, n, pipe.PARTS), q_full, box)
             if dout_desc is not None:
-                tma.async_load(dout_desc, [row + n * ROWS, head, 0], q_full, as_block(pipe.out.index(n), dout_desc))
+                load_parts(dout_desc, parts_of(pipe.dout, n, pipe.V_PARTS), q_full, box)
         steps = steps_of(least, most, BK)
         tiles = (steps, least, most, right)
         for step in range(steps + 1):
@@ -210,9 +219,10 @@ def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.
                 k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
             if step > 0:
                 load_keys(
-                    v_desc, pipe.v, pipe.v_full, pipe.v_empty, v_s, v_phase, tile_of(step - 1, tiles, BK), kv_head, 1
-                )
-                v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
+                    v_desc, pipe.v, pipe.v_full, pipe.v_empty, v_s, v_phase, tile_of(step - 1, tiles, BK), kv_head,
+                    pipe.V_PARTS,
+                )  # fmt: skip
+                v_s, v_phase = advance(v_s, v_phase, pipe.V_STAGES)
         t = gl.num_programs(0) + finish_fetch_add(following)
     mbarrier.wait(pipe.q_empty.index(0), q_phase)
     write_end(pipe, pipe.q_full)
@@ -273,12 +283,7 @@ def for_sums(x, COLUMNS: gl.constexpr):
 @gluon.jit
 def start_scores(pipe, s, phase, WHICH: gl.constexpr):
     mbarrier.wait(pipe.k_full.index(s), phase)
-    scores = gl.zeros([ROWS, pipe.BK], gl.float32, accumulator(pipe.BK))
-    for n in gl.static_range(pipe.PARTS):
-        q = pipe.q.index(WHICH * pipe.PARTS + n)
-        k = pipe.k.index(s * pipe.PARTS + n)
-        scores = warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=n > 0, is_async=True)
-    return scores
+    return start_products(parts_of(pipe.q, WHICH, pipe.PARTS), parts_of(pipe.k, s, pipe.PARTS))
 
 
 @gluon.jit
@@ -300,7 +305,7 @@ def attend(
         scores = start_scores(pipe, k_s, k_phase, WHICH)
         mbarrier.wait(pipe.v_full.index(v_s), v_phase)
         acc = warpgroup_mma(p, pipe.v.index(v_s), acc, is_async=True)
-        mbarrier.arrive(pipe.order.index((WHICH + 1) % pipe.CONSUMERS), count=1)
+        mbarrier.arrive(pipe.order.index((WHICH + 1) % CONSUMERS), count=1)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(pipe.k_empty.index(k_s), count=1)
         k_s, k_phase = advance(k_s, k_phase, pipe.STAGES)
@@ -308,7 +313,7 @@ def attend(
         new, top, total, before = softmax(capped(scores, CAP), top, total, at, end, runs, SCALE, MASKED)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
-        v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
+        v_s, v_phase = advance(v_s, v_phase, pipe.V_STAGES)
         acc *= for_sums(before, V)
         p = as_operand(new, pipe.v.dtype, V)
     return (acc, p, top, total), (k_s, k_phase, v_s, v_phase, parity)
@@ -341,7 +346,7 @@ def consume(
     v_phase = 0
     q_phase = 0
     parity = 0
-    if WHICH == pipe.CONSUMERS - 1:  # the first one begins
+    if WHICH == CONSUMERS - 1:  # the first one begins
         mbarrier.arrive(pipe.order.index(0), count=1)
     mbarrier.wait(pipe.q_full.index(0), q_phase)
     row, least, most, right, masked, head = read_block(pipe)
@@ -377,7 +382,7 @@ def consume(
         acc = warpgroup_mma(p, pipe.v.index(v_s), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(pipe.v_empty.index(v_s), count=1)
-        v_s, v_phase = advance(v_s, v_phase, pipe.STAGES)
+        v_s, v_phase = advance(v_s, v_phase, pipe.V_STAGES)
         sees = first < stop
         total = gl.where(sees, gl.convert_layout(gl.sum(total, 1), OF_ROW), 1.0)
         # Rows outside the sequences may hold NaN: selected, not multiplied.
@@ -402,24 +407,16 @@ def consume(
 @gluon.jit
 def packed_attention_fwd_kernel(
     q_desc, k_desc, v_desc, first, end, sinks, blocks, out_desc, out, lse, T, sizes, D: gl.constexpr,
-    PARTS: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    PARTS: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     SCALE: gl.constexpr, CAP: gl.constexpr, SECTION: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, BK, STAGES, CONSUMERS, APART)
+    pipe = make_pipeline(k_desc.dtype, D, PARTS, V, 1, BK, STAGES, STAGES, APART, False)
     loads = (pipe, q_desc, k_desc, v_desc, None, blocks, sizes, SECTION)
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 0)),
-            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 1)),
-            (produce, loads),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 0)),
-            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 1)),
-            (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 2)),
-            (produce, loads),
-        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    gl.warp_specialize([
+        (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 0)),
+        (consume, (pipe, out_desc, first, end, sinks, lse, T, SCALE, CAP, 1)),
+        (produce, loads),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 _L2_BYTES = 2**25  # of keys and values of a section of heads: two thirds of L2
@@ -463,7 +460,7 @@ def forward_triton(spec: Spec, tiles: Tiles, arrays: Arrays, *, cores: int) -> t
     q = -q if scale < 0 else q  # so that the largest product is the largest score
     scale = max(abs(scale), 1e-30)  # 0 times a masked score's -inf were NaN
     block = (_ROWS, 1, padded(v))
-    columns, part = key_columns(D)
+    columns, part = head_columns(D)
     blocks = query_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     rows = blocks.shape[0]
     return triton_call(
@@ -472,6 +469,6 @@ def forward_triton(spec: Spec, tiles: Tiles, arrays: Arrays, *, cores: int) -> t
         kernel=packed_attention_fwd_kernel, name="packed_attention_fwd", grid=min(cores, rows * N),
         out_type=(out_struct((T, N, V), q.dtype, like=q), out_struct((N, T), jnp.float32, like=q)),
         flops=2 * spec.pairs * N * (D + V), T=T, sizes=(rows, N, N // K), D=part, PARTS=columns // part,
-        V=padded(v), BK=tiles.bk, STAGES=tiles.stages, CONSUMERS=tiles.bq // _ROWS, SCALE=scale, CAP=cap,
-        SECTION=min(N // K * section(k, v), N), APART=hopper_apart((D, V)),
+        V=padded(v), BK=tiles.bk, STAGES=tiles.stages, SCALE=scale, CAP=cap,
+        SECTION=min(N // K * section(k, v), N), APART=hopper_memory("fwd", tiles, (D, V)).apart,
     )  # fmt: skip

@@ -65,10 +65,10 @@ class Tiles:
     """How one pass of the kernels is cut into programs.
 
     Attributes:
-      bq: rows of queries in a step; a program of fwd and dq owns as many. Of "triton" 128, or 192 with 12 warps.
+      bq: rows of queries in a step; a program of fwd and dq owns as many. Of "triton" 128.
       bk: rows of keys in a step; a program of dkv owns as many. Both are else powers of two, at least 16.
-      warps: warps a program (1, 2, 4 or 8). Of "triton" 8, or 12, beside the producer's.
-      stages: pipeline stages of the loop over the other operand's blocks.
+      warps: warps a program (1, 2, 4 or 8). Of "triton" 8, beside the producer's.
+      stages: pipeline stages of the loop over the other operand's blocks; of "triton"'s dq at least 2.
     """
 
     bq: int
@@ -77,22 +77,14 @@ class Tiles:
     stages: int = 2
 
     def __post_init__(self):
-        check_fields(self, "bk", power_of_2=True, least=16)
-        if not self.threefold:
-            check_fields(self, "bq", power_of_2=True, least=16)
-            check_fields(self, "warps", power_of_2=True, most=8)
+        check_fields(self, "bq", "bk", power_of_2=True, least=16)
+        check_fields(self, "warps", power_of_2=True, most=8)
         check_fields(self, "stages")
-
-    @property
-    def threefold(self) -> bool:
-        """Whether three warp groups have 64 rows each, which only the Hopper forward has."""
-        return (self.bq, self.warps) == (192, 12)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(BasePlan):
-    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v). With
-    "triton" and a head_dim above 128 the backward is that of "pallas".
+    """Tiles of the forward and of the two backward passes (gradients of q, and of k and v).
 
     Attributes:
       block: of "xla": rows of queries and of keys in a step of its loops.
@@ -158,8 +150,6 @@ def _cudnn_cannot(p: Problem, device: Device) -> str:
 
 
 _WIDEST = 256  # head_dim of the kernels, whose programs hold whole rows in registers and shared memory
-HOPPER_BACKWARD_WIDEST = 128  # likewise of the Hopper backward, whose programs hold sums of two rows
-HOPPER_THREEFOLD = 64  # of the Hopper forward with three warp groups, which have 160 registers a thread
 
 
 def _triton_cannot(p: Problem) -> str:
@@ -191,48 +181,72 @@ def _auto(problem: Problem, device: Device) -> str:
     return "pallas" if kernels and more else "xla"
 
 
-def _kernel(pass_name: str, call: Call[Problem, Plan]) -> str:
-    wide = call.backend == "triton" and pass_name != "fwd" and max(call.problem.widths) > HOPPER_BACKWARD_WIDEST
-    return "pallas" if wide else call.backend
-
-
 def _fit(pass_name: str, tiles: Tiles, call: Call[Problem, Plan]) -> Tiles:
-    if _kernel(pass_name, call) == "triton":
+    if call.backend == "triton":
         most = 64 if max(call.problem.widths) > 128 else 128  # columns of scores in registers, beside those of the sums
         owned, looped, names = (tiles.bk, tiles.bq, "bk bq") if pass_name == "dkv" else (tiles.bq, tiles.bk, "bq bk")
-        three = pass_name == "fwd" and max(call.problem.widths) <= HOPPER_THREEFOLD
-        if not ((owned, tiles.warps) == (128, 8) or (three and tiles.threefold)) or not 64 <= looped <= most:
+        if (owned, tiles.warps) != (128, 8) or not 64 <= looped <= most:
             own, other = names.split()
-            needed = f"{own}=128 and warps=8{' (or 192 and 12)' if three else ''}, and {other} from 64 to {most}"
+            needed = f"{own}=128 and warps=8, and {other} from 64 to {most}"
             raise ValueError(f"plan.{pass_name}={tiles}: this needs {needed}.")
-        if (needed := hopper_bytes(pass_name, tiles, call.problem.widths)) > HOPPER_SHARED_BYTES:
+        if pass_name == "dq" and tiles.stages < 2:  # v's tile is loaded after the next one of k
+            raise ValueError(f"plan.dq={tiles}: this needs at least 2 stages.")
+        if (needed := hopper_memory(pass_name, tiles, call.problem.widths).bytes) > HOPPER_SHARED_BYTES:
             raise ValueError(f"plan.{pass_name}={tiles} needs {needed} bytes of shared memory: use fewer stages.")
-    elif tiles.threefold:
-        raise ValueError(f"plan.{pass_name}={tiles}: three warp groups are of the Hopper forward, not of this.")
     return tiles
 
 
-def key_columns(width: int) -> tuple[int, int]:
-    """Columns of a head of q and k in the Hopper kernels' shared memory, and of each of its parts."""
-    if 128 < width <= 192:
-        return 192, 64
+def head_columns(width: int) -> tuple[int, int]:
+    """Columns of a head in the Hopper kernels' shared memory, and of its parts, each a power of two: three where
+    a quarter or more of one would be zeros. The forward's v has one part."""
+    for columns, part in ((96, 32), (192, 64)):
+        if 2 * columns // 3 < width <= columns:
+            return columns, part
     columns = max(16, power_of_2(width))
     return columns, columns
 
 
-def hopper_apart(widths: tuple[int, int]) -> bool:
-    """Whether there is room for the Hopper forward's result beside q."""
-    return widths[0] <= 192 or widths[1] <= 128
+def gradients_apart(widths: tuple[int, int]) -> bool:
+    """Whether dk and dv have a Hopper launch each: registers have no room for the sums of both."""
+    return sum(head_columns(width)[0] for width in widths) > 256
 
 
-def hopper_bytes(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> int:
-    """Shared memory of the Hopper kernels: the rows that a program owns, of two arrays (of q alone in the forward of
-    wide heads); the stages of two others; two float32 numbers for each of dkv's queries; mbarriers."""
+class HopperMemory(NamedTuple):
+    """Shared memory of a Hopper kernel.
+
+    Attributes:
+      bytes: in all, with mbarriers.
+      apart: whether results have memory of their own, so that the next block's operands are loaded before they leave.
+      early: stages of what a step reads only at its beginning: v for dq, dout for dk and q for dv.
+    """
+
+    bytes: int
+    apart: bool
+    early: int
+
+
+def hopper_memory(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> HopperMemory:
+    """The first that fits, otherwise the last one: results apart, results in the operands' memory, and these with one
+    early stage less."""
     owned, looped = (tiles.bk, tiles.bq) if pass_name == "dkv" else (tiles.bq, tiles.bk)
-    keys = key_columns(widths[0])[0]
-    both = keys + max(16, power_of_2(widths[1]))
-    own = both if pass_name != "fwd" or hopper_apart(widths) else keys
-    return 2 * (owned * own + tiles.stages * looped * both) + 8 * tiles.stages * looped * (pass_name == "dkv") + 1024
+    (keys, part), (values, _) = map(head_columns, widths)
+    stages, two = tiles.stages, pass_name == "dkv" and gradients_apart(widths)
+    if pass_name == "fwd":
+        values = max(16, power_of_2(widths[1]))
+    operands = keys if pass_name == "fwd" else keys + values
+    results = {"fwd": values, "dq": keys, "dkv": keys + values}[pass_name]
+    ways = [] if two else [(True, stages)]
+    if pass_name != "fwd" or part == values:
+        ways += [(False, stages)]
+    if stages > 1 and (two or pass_name == "dq"):
+        ways += [(False, stages - 1)]
+    found = []
+    for apart, early in ways:
+        staged = stages * (keys + values) - (stages - early) * (values if pass_name == "dq" else min(keys, values))
+        numbers = 8 * stages * looped * (pass_name == "dkv")  # lse and along
+        needed = 2 * (owned * (operands + apart * results) + looped * staged) + numbers + 1024
+        found.append(HopperMemory(needed, apart, early))
+    return next((memory for memory in found if memory.bytes <= HOPPER_SHARED_BYTES), found[-1])
 
 
 def _others(call: Call[Problem, Plan]) -> dict[str, Any]:
@@ -267,13 +281,12 @@ def heuristic(pass_name: str, problem: Problem, device: Device, kernel: str = "p
     soft_cap those that do not spill."""
     wide, half = max(problem.widths) > 64, problem.dtype != "float32"
     if kernel == "triton":
+        stages = 3 if sum(head_columns(width)[0] for width in problem.widths) <= 320 else 2  # as there is room
         if pass_name == "dkv":
-            return Tiles(64, 128, 8, 3) if wide or problem.soft_cap else Tiles(128, 128, 8, 2)
+            return Tiles(64, 128, 8, stages) if wide or problem.soft_cap else Tiles(128, 128, 8, 2)
         if pass_name == "dq":
-            return Tiles(128, 64, 8, 3)
-        if max(problem.widths) > 128:
-            return Tiles(128, 64, 8, 2)
-        return Tiles(128, 128, 8, 2) if wide or problem.soft_cap else Tiles(192, 128, 12, 3)
+            return Tiles(128, 64, 8, stages)
+        return Tiles(128, 64 if max(problem.widths) > 128 else 128, 8, 2)
     if not half:
         tiles = Tiles(64, 32, 8, 2)
     elif pass_name == "dkv":
@@ -313,8 +326,7 @@ def _search(pass_name: str, problem: Problem, device: Device, kernel: str) -> It
 
 
 PLANNER = Planner(
-    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto, kernel=_kernel,
-    triton=_on_hopper, fit=_fit, others=_others,
-    symbolic=("T", "S"),
+    Plan, Tiles, PASSES, heuristic, _search, _key, lambda problem: AMPERE, library="cudnn", auto=_auto,
+    triton=_on_hopper, fit=_fit, others=_others, symbolic=("T", "S"),
 )  # fmt: skip
 make_plan, candidates = PLANNER.make_plan, PLANNER.candidates

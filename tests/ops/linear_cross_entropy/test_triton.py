@@ -14,7 +14,7 @@ import jaxops
 from jaxops._lib.planning.device import Device
 from jaxops.ops import grouped_matmul
 from jaxops.ops.linear_cross_entropy import Plan, Problem, make_plan
-from jaxops.ops.linear_cross_entropy.gradients_triton import gradients_triton
+from jaxops.ops.linear_cross_entropy.gradients_triton import WORDS, gradients_triton
 from jaxops.ops.linear_cross_entropy.logits_triton import logits_triton
 from tests.arrays import put
 from tests.compare import assert_close
@@ -58,7 +58,7 @@ def test_kernel(tiles, options, spilled, tmp_path):
 
 
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
-def test_gradients_are_read_and_written_in_whole_words_of_16_bytes(soft_cap):
+def test_gradients_are_read_and_written_16_bytes_at_a_time(soft_cap):
     bias = (shape(V),) if soft_cap else ()
     call = lambda products, targets, numbers, *bias: gradients_triton(
         products, *(bias or (None,)), targets, numbers, soft_cap=soft_cap
@@ -105,7 +105,7 @@ def test_shard_map_checks_varying_axes(split):
 def test_plan():
     problem = Problem(8192, 2048, 131_072, "bfloat16", "bfloat16")
     plan = make_plan(problem, H200)
-    assert (plan.backend, plan.rows, plan.products.fwd.kernel) == ("triton", 2048, "triton")
+    assert (plan.backend, plan.rows, plan.products.fwd.kernel) == ("triton", 2816, "triton")
     assert make_plan(problem, H200, plan=Plan("triton", rows=512)).rows == 512
     few = make_plan(Problem(3, 64, 72, "bfloat16", "bfloat16"), H200)
     assert few.products.fwd.kernel == "triton"
@@ -149,6 +149,23 @@ def test_values(T, D, V, reduction, options):
         assert_close(g, np.asarray(w), "bfloat16", f"result {index}")
     for name, g in got[1].items():
         assert_close(g, want[1][name], "bfloat16", name)
+
+
+def test_gradients_of_rows_of_several_programs():
+    rng = np.random.default_rng(0)
+    T, V = 3, WORDS + 8
+    products = np.asarray(put(rng.normal(size=(T, V)), "bfloat16"), np.float32)
+    numbers = np.stack([*rng.normal(size=(4, T)), np.array([1, 0, 1])]).astype(np.float32)
+    log_sum, of_sum, of_target, of_words, counts = numbers[:, :, None]
+    targets = np.array([V - 1, 5, WORDS - 1], np.int32)
+    want = of_sum * np.exp(products - log_sum) - of_words
+    want[range(T), targets] -= of_target[:, 0]
+    with simulated(1):
+        from jaxops.ops.linear_cross_entropy.gradients_triton import gradients_triton  # the simulated one
+
+        call = jax.jit(lambda products, *rows: gradients_triton(products, None, *rows, soft_cap=None))
+        got = np.asarray(call(put(products, "bfloat16"), put(targets), put(numbers)))
+    assert_close(got, want * counts, "bfloat16")
 
 
 def test_two_calls_have_the_same_bits():

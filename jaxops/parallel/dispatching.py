@@ -12,14 +12,13 @@ from jax import lax
 from jaxops._lib.arrays.checks import check_choice, check_exact, check_float, check_integer, check_size
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.pytrees import register
-from jaxops._lib.planning.device import device_of
 from jaxops.ops.permute import check_routing, permute, sum_of_rows
 from jaxops.ops.route import Routing, partial_routing, route_choices
-from jaxops.parallel.plan import WAYS, make_exchange_plan
+from jaxops.parallel.plan import WAYS
 from jaxops.parallel.ragged_exchange import Chunks, exchange
 
 Axis = str | tuple[str, ...]
-Backend = Literal["auto", "ragged", "padded", "mosaic"]
+Backend = Literal["auto", "mosaic", "padded"]
 
 
 @register
@@ -79,8 +78,8 @@ def dispatch(
       rows: None, or how many rows R a device has room for, which bounds its memory. Where more are sent to it, the last
         tokens of the last devices are dropped: they are marked in `dropped`, contribute nothing, and get no gradient.
         By default there is room for all devices' tokens.
-      backend: "ragged" is `jax.lax.ragged_all_to_all`, which sends these rows alone; GPUs only. "padded" is
-        `jax.lax.all_to_all` of T rows for each device. "auto" takes the first on GPUs.
+      backend: "mosaic" is a kernel for Hopper GPUs of one process, over one mesh axis, that writes these rows alone.
+        "padded" is `jax.lax.all_to_all` of T rows for each device. "auto" takes the first where it can run.
 
     Returns:
       A `Dispatched`.
@@ -89,7 +88,7 @@ def dispatch(
       ValueError: shapes that do not fit, experts that the devices cannot share evenly, rows below 1, an axis that does
         not exist here, an unknown backend.
       TypeError: dtypes that the kernels do not take; a routing that is no `Routing`.
-      NotImplementedError: backend="ragged" where there is no GPU.
+      NotImplementedError: backend="mosaic" where the kernel cannot run.
 
     Source: the dispatch of DeepSeek's DeepEP (DeepSeek-V3, arXiv:2412.19437, 3.2.2).
     """
@@ -105,7 +104,6 @@ def dispatch(
     if rows is not None and check_integer("rows", rows) < 1:
         raise ValueError(f"rows={rows} must be at least 1, or None for all devices' tokens.")
     R, own = min(devices * T, rows or devices * T), E // devices
-    way = make_exchange_plan(device_of(x, given), backend=backend).backend
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     # What depends on the device must be marked so, even if the caller passes the same tokens everywhere.
     x, given, experts, _ = vary_together(x, given, routing.experts, lax.axis_index(names))
@@ -116,8 +114,8 @@ def dispatch(
     sends = _keep(sends, here) if devices * T > R else sends
     # As numbers: exact, since there are fewer than 2**24 experts.
     beside = jnp.concatenate([experts.astype(jnp.float32), given.weights], axis=1)
-    send = lambda operand: exchange(names, way, (sends.row_indices.size, R, T), permute(operand, sends), here, there)
-    x, beside = send(x), send(beside)
+    rows_of = permute(x, sends), permute(beside, sends)
+    x, beside = exchange(names, backend, (sends.row_indices.size, R, T), rows_of, here, there)
     experts = beside[:, :k].astype(jnp.int32) - own * lax.axis_index(names)
     arrived = jnp.arange(R, dtype=jnp.int32) < there.at[-1] + there.sizes[-1]
     # The op wants no more choices than experts; a token may have more choices than this device has experts.
@@ -151,8 +149,7 @@ def collect(y: jax.Array, received: Dispatched, axis_name: Axis, *, backend: Bac
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     T, choices = received.sends.row_positions.shape
     y, sends, here, there = vary_together(y, received.sends, received.here, received.there)
-    way = make_exchange_plan(device_of(y), backend=backend).backend
-    rows = exchange(names, way, (y.shape[0], T * choices, T), y, there, here)
+    (rows,) = exchange(names, backend, (y.shape[0], T * choices, T), (y,), there, here)
     return sum_of_rows(rows, sends)
 
 

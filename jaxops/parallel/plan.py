@@ -1,11 +1,11 @@
-"""How a product across devices runs: in one kernel with its communication, or as XLA's collective and product.
-
-And which collective takes tokens to their experts."""
+"""How a product across devices runs: in one kernel with its communication, or as XLA's collective and product; and how
+rows are sent that only some devices need."""
 
 import dataclasses
 from typing import Literal
 
 import jax
+from jax import lax
 
 from jaxops._lib.planning.device import Device
 from jaxops._lib.planning.plans import BasePlan
@@ -17,7 +17,7 @@ CHUNK = 4096  # elements that are sent at once
 COPIED = 4096  # rows of all devices from which on "auto" pads w: by its bytes, that takes a tenth of the product's time
 MOST = 8  # devices of a mesh axis: as many as XLA's barrier between devices of one process takes
 BACKENDS = "mosaic", "xla"
-WAYS = "ragged", "padded", "mosaic"
+WAYS = "mosaic", "padded"
 OLDEST = 0, 11, 2  # JAX in which a Mosaic kernel reaches another device's memory
 
 
@@ -60,29 +60,51 @@ class ExchangePlan(BasePlan):
     """The plan of `dispatch` and `collect`.
 
     Attributes:
-      backend: "ragged" for `jax.lax.ragged_all_to_all`, "padded" for `jax.lax.all_to_all` of as many rows for each
-        device as it could get.
-      why: of this one.
+      backend: "mosaic" for the kernel that writes these rows alone; "padded" for `jax.lax.all_to_all` of as many rows
+        for each device as it could get.
+      why: what the kernel cannot do here.
     """
 
-    backend: Literal["ragged", "padded", "mosaic"] = "ragged"
+    backend: Literal["mosaic", "padded"] = "mosaic"
     why: str = ""
 
 
-def make_exchange_plan(device: Device, *, backend: str = "auto") -> ExchangePlan:
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """What decides whether a kernel can write the memory of the other devices of a mesh axis.
+
+    Attributes:
+      devices: on the axis, or on all axes that are one exchange.
+      axes: how many these are.
+      processes: of JAX.
+      manual: whether `jax.shard_map` is over all axes of the mesh.
+    """
+
+    devices: int
+    axes: int = 1
+    processes: int = 1
+    manual: bool = True
+
+
+def reach_of(axes: tuple[str, ...]) -> Reach:
+    """Inside `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = set(axes) <= set(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+    return Reach(lax.axis_size(axes), len(axes), jax.process_count(), manual)
+
+
+def make_exchange_plan(reach: Reach, device: Device, *, backend: str = "auto") -> ExchangePlan:
     """Decides how rows are sent between devices like `device`; a pure function.
 
     Raises:
-      NotImplementedError: backend="ragged" where XLA has no such collective.
+      NotImplementedError: backend="mosaic" where the kernel cannot run.
     """
-    if backend in ("padded", "mosaic"):
-        return ExchangePlan(backend, why=f"backend={backend!r}", device=device)
-    if device.platform == "gpu":
-        return ExchangePlan("ragged", why="it sends no row that is not needed", device=device)
-    why = f"XLA has jax.lax.ragged_all_to_all for GPUs, and this is {device.kind}"
-    if backend == "ragged":
-        raise NotImplementedError(f"backend='ragged': {why}. Write backend='auto' or 'padded'.")
-    return ExchangePlan("padded", why=why, device=device)
+    why = _unreachable(reach, device)
+    if backend == "mosaic" and why:
+        raise NotImplementedError(f"backend='mosaic': {why}. Write backend='auto' or 'padded'.")
+    if backend == "padded" or why:
+        return ExchangePlan("padded", why=why or "backend='padded'", device=device)
+    return ExchangePlan(device=device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +118,9 @@ class Problem:
       transposed: whether w is [n, depth], as in a backward.
       exact: whether the products' operands are of dtype, and not of another one that the precision asks for.
       sent: columns of the rows that are gathered; 0 for none.
-      processes: of JAX.
-      manual: whether `jax.shard_map` is over all axes of the mesh.
     """
 
-    devices: int
+    reach: Reach
     m: int
     n: int
     depths: tuple[int, ...]
@@ -108,8 +128,6 @@ class Problem:
     transposed: bool = False
     exact: bool = True
     sent: int = 0
-    processes: int = 1
-    manual: bool = True
 
 
 def make_plan(problem: Problem, device: Device, *, backend: str = "auto") -> Plan:
@@ -130,21 +148,29 @@ def make_plan(problem: Problem, device: Device, *, backend: str = "auto") -> Pla
     return Plan("mosaic", tiles, device=device)
 
 
-def _refused(problem: Problem, device: Device) -> str:
-    if problem.devices == 1:
+def _unreachable(reach: Reach, device: Device) -> str:
+    if reach.devices == 1:
         return "one device on the axis has nothing to send"
-    if problem.devices > MOST:
-        return f"the kernel knows at most {MOST} devices, and the axis has {problem.devices}"
+    if reach.axes > 1:
+        return f"the kernel knows one mesh axis, and these are {reach.axes}"
+    if reach.devices > MOST:
+        return f"the kernel knows at most {MOST} devices, and the axis has {reach.devices}"
     if not device.is_hopper:
         return f"the kernel needs a Hopper GPU, and this is {device.kind}"
     if "PCIe" in device.kind:
         return f"the kernel needs NVLink, and this is {device.kind}"
     if jax.__version_info__ < OLDEST:
         return f"the kernel needs JAX {'.'.join(map(str, OLDEST))} or newer, and this is {jax.__version__}"
-    if problem.processes > 1:
+    if reach.processes > 1:
         return "the kernel was only tried with one process for all devices"
-    if not problem.manual:
+    if not reach.manual:
         return "the kernel needs jax.shard_map over all axes of the mesh"
+    return ""
+
+
+def _refused(problem: Problem, device: Device) -> str:
+    if why := _unreachable(problem.reach, device):
+        return why
     if problem.dtype not in ("bfloat16", "float16") or not problem.exact:
         return "the kernel multiplies bfloat16 and float16 in themselves"
     if not problem.m or not problem.n or not all(problem.depths):
@@ -167,14 +193,14 @@ def _slower(problem: Problem, tiles: Tiles, device: Device) -> str:
     if problem.sent > 0 and 5 * count < 4 * device.cores:
         return f"{count} tiles are too few for {device.cores} multiprocessors"
     columns = problem.depths if problem.transposed else (problem.n,)
-    if problem.devices * problem.m < COPIED and any(number % DEEP for number in columns):
+    if problem.reach.devices * problem.m < COPIED and any(number % DEEP for number in columns):
         return f"w has {', '.join(map(str, columns))} columns, no multiple of {DEEP}, and would be padded for few rows"
     return ""
 
 
 def _count(problem: Problem, wide: int) -> int:
     """Tiles of a device's product: of all devices' rows."""
-    return problem.devices * -(-problem.m // HIGH) * -(-problem.n // wide)
+    return problem.reach.devices * -(-problem.m // HIGH) * -(-problem.n // wide)
 
 
 def _heuristic(problem: Problem, device: Device) -> Tiles:

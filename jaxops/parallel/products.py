@@ -11,7 +11,7 @@ from jax import lax
 from jaxops._lib.arrays.differentiable import differentiable_as
 from jaxops._lib.planning.device import current_device
 from jaxops.parallel.device_numbers import if_devices_in_order
-from jaxops.parallel.plan import Plan, Problem, make_plan
+from jaxops.parallel.plan import Plan, Problem, make_plan, reach_of
 
 Pairs = tuple[tuple[jax.Array, jax.Array], ...]
 
@@ -81,12 +81,8 @@ def scatter_products(
 
 
 def _plan(spec: Spec, m: int, n: int, depths: tuple[int, ...], transposed: bool, sent: int) -> Plan:
-    mesh = jax.sharding.get_abstract_mesh()
-    problem = Problem(
-        lax.axis_size(spec.axis_name), m, n, depths, spec.dtype.name, transposed,
-        exact=spec.multiplied == spec.dtype, sent=sent, processes=jax.process_count(),
-        manual=spec.axis_name in mesh.axis_names and set(mesh.manual_axes) == set(mesh.axis_names),
-    )  # fmt: skip
+    exact = spec.multiplied == spec.dtype
+    problem = Problem(reach_of((spec.axis_name,)), m, n, depths, spec.dtype.name, transposed, exact, sent)
     return make_plan(problem, current_device(), backend=spec.backend)
 
 

@@ -1,6 +1,7 @@
 """Runs of rows from each device to each other one, whose lengths only the devices know."""
 
 import dataclasses
+import functools
 import typing
 
 import jax
@@ -10,8 +11,11 @@ from jax import lax
 from jaxops._lib.arrays.differentiable import differentiable
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.pytrees import register
-from jaxops._lib.planning.costs import allocated
-from jaxops._lib.ragged.offsets import group_of_rows
+from jaxops._lib.planning.device import current_device
+from jaxops.parallel.device_numbers import if_devices_in_order
+from jaxops.parallel.plan import make_exchange_plan, reach_of
+
+Rows = tuple[jax.Array, ...]
 
 
 @register
@@ -32,46 +36,55 @@ class Chunks:
 
 
 def _exchange(
-    axis_name: tuple[str, ...], way: str, sizes: tuple[int, int, int], operand: jax.Array, mine: Chunks, got: Chunks
-) -> jax.Array:
-    """Rows [R, D] of operand [S, D]: the runs `mine` of operand, which the other devices have in `got`.
+    axes: tuple[str, ...], backend: str, sizes: tuple[int, int, int], operands: Rows, mine: Chunks, got: Chunks
+) -> Rows:
+    """Rows [R, D] of each operand [S, D]: the runs `mine` of it, which the other devices have in `got`.
 
     Rows outside of the runs are unspecified.
 
     Args:
       sizes: S, R, and how many rows a run has at most.
     """
+    if 0 in (*sizes, *(x.shape[1] for x in operands)):
+        empty = (jnp.zeros((sizes[1], x.shape[1]), x.dtype) for x in operands)
+        return tuple(vary_together(x, operands[0])[0] for x in empty)
+    plain = functools.partial(_padded, axes, sizes)
+    if make_exchange_plan(reach_of(axes), current_device(), backend=backend).backend == "padded":
+        return plain(operands, mine, got)
+    call = functools.partial(_in_kernel, axes[0], sizes[1])
+    call = call if backend == "mosaic" else functools.partial(if_devices_in_order, call, plain)
+    # vmap in a loop, for the programs of a batch would share one counter.
+    return jax.custom_batching.sequential_vmap(call)(operands, mine, got)
+
+
+def _in_kernel(axis: str, R: int, operands: Rows, mine: Chunks, _: Chunks) -> Rows:
+    from jaxops.parallel.runs_mosaic import send_runs
+
+    return send_runs(operands, mine.at, mine.sizes, mine.theirs, R, axis)
+
+
+def _padded(axes: tuple[str, ...], sizes: tuple[int, int, int], operands: Rows, mine: Chunks, got: Chunks) -> Rows:
     _, R, most = sizes
-    if 0 in (R, *operand.shape):
-        return vary_together(jnp.zeros((R, operand.shape[1]), operand.dtype), operand)[0]
-    if way == "ragged":
-        out, _ = vary_together(allocated((R, operand.shape[1]), operand.dtype), operand)
-        offsets = mine.at, mine.sizes, mine.theirs, got.sizes
-        return lax.ragged_all_to_all(operand, out, *offsets, axis_name=axis_name)
-    if way == "mosaic":
-        from jaxops.parallel.runs_mosaic import send_runs
+    row, column = jnp.arange(R, dtype=jnp.int32), jnp.arange(most, dtype=jnp.int32)[None, :]
+    # Not `jnp.searchsorted`, which `if_devices_in_order` cannot have inside (JAX 0.12).
+    source = jnp.maximum(jnp.sum(got.at[None, :] <= row[:, None], axis=1, dtype=jnp.int32) - 1, 0)
+    at = jnp.clip(row - got.at[source], 0, most - 1)
 
-        (name,), D = axis_name, operand.shape[1]
-        wide = jnp.pad(operand, ((0, 0), (0, -D % (128 // operand.dtype.itemsize))))
-        return jax.custom_batching.sequential_vmap(lambda *given: send_runs(*given, R, name))(
-            wide, mine.at, mine.sizes, mine.theirs
-        )[:, :D]
-    row = jnp.arange(most, dtype=jnp.int32)[None, :]
-    # Rows behind a run are another's: sent, as some row must be, and left out by the one that gets them.
-    blocks = jnp.take(operand, mine.at[:, None] + row, axis=0, mode="clip")
-    blocks = lax.all_to_all(blocks, axis_name, 0, 0)
-    source = jnp.clip(group_of_rows(got.at, R), 0, got.at.size - 1)
-    at = jnp.arange(R, dtype=jnp.int32) - got.at[source]
-    return blocks[source, jnp.clip(at, 0, most - 1)]
+    def sent(x: jax.Array) -> jax.Array:
+        # Rows behind a run are another's: sent, as some row must be, and left out by the one that gets them.
+        blocks = jnp.take(x, mine.at[:, None] + column, axis=0, mode="clip")
+        return lax.all_to_all(blocks, axes, 0, 0)[source, at]
+
+    return tuple(map(sent, operands))
 
 
-def _fwd(axis_name, way, sizes, operand, mine, got):
-    return exchange(axis_name, way, sizes, operand, mine, got), (mine, got)
+def _fwd(axes, backend, sizes, operands, mine, got):
+    return exchange(axes, backend, sizes, operands, mine, got), (mine, got)
 
 
-def _bwd(axis_name, way, sizes, chunks, d):
+def _bwd(axes, backend, sizes, chunks, d):
     (S, R, most), (mine, got) = sizes, chunks
-    return exchange(axis_name, way, (R, S, most), d, got, mine), None, None
+    return exchange(axes, backend, (R, S, most), d, got, mine), None, None
 
 
 exchange = differentiable(_exchange, _fwd, _bwd, static=3)

@@ -14,7 +14,7 @@ from tests.arrays import put
 from tests.compare import assert_close
 from tests.devices import needs_four
 from tests.parallel.cases import mesh_of
-from tests.parallel.exchanges import use_ragged
+from tests.parallel.exchanges import use_kernel
 
 pytestmark = needs_four
 T, E, D, F, K = 24, 8, 16, 12, 3
@@ -72,21 +72,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("way", ["padded", "ragged"])
+@pytest.mark.parametrize("way", ["padded", "mosaic"])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_device(case, way, monkeypatch):
     axis, shape, options = CASES[case]
-    if way == "ragged":
-        if case == "biases":
-            pytest.skip("covered by the padded way")
-        use_ragged(monkeypatch)
+    if way == "mosaic":
+        if case in ("both axes", "biases"):
+            pytest.skip("the kernel knows one axis, and nothing of biases")
+        use_kernel(monkeypatch)
         step.cache_clear()
     dtype = options.get("dtype", "float32")
     mask = np.random.default_rng(1).random(T) < 0.7 if options.get("masked") else None
     given = *tokens(dtype, mask), np.ones(T, bool) if mask is None else mask
     got = step(axis, shape, **options)(*given)
     want = step(None, **{name: value for name, value in options.items() if name != "check_vma"})(*given)
-    if way == "ragged":
+    if way == "mosaic":
         step.cache_clear()
     np.testing.assert_array_equal(got[1], want[1])
     for (path, found), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):

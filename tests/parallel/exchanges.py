@@ -1,7 +1,5 @@
-"""What tests of exchanges of tokens share: who sends to whom, what arrives, and `jax.lax.ragged_all_to_all` without a
-GPU."""
+"""What tests of exchanges of tokens share: who sends to whom, what arrives, and the kernel's way without a GPU."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -12,39 +10,42 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops.parallel import collect, dispatch, dispatching
+from jaxops.parallel import collect, dispatch, ragged_exchange
+from jaxops.parallel.plan import ExchangePlan
 from tests.parallel.cases import mesh_of
 
 T, D, K, OWN = 3, 5, 2, 2  # tokens and experts of a device
 
 
-def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """By its documentation, with all devices' operands. Rows that nobody sends, and results with sizes that disagree,
+def in_kernel(axis, R, operands, mine, got):
+    """What the kernel does, with all devices' operands. Rows that nobody sends, and results with sizes that disagree,
     are NaN."""
-    me, (R, S) = lax.axis_index(axis_name), (output.shape[0], operand.shape[0])
-    everything = lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name)
-    output, row = jnp.full_like(output, jnp.nan), jnp.arange(R)
-    for source in range(input_offsets.shape[0]):
-        theirs, start, size, to = (array[source] for array in everything)
-        at = row - to[me]
-        sent = theirs[jnp.clip(start[me] + at, 0, S - 1)]
-        output = jnp.where(((at >= 0) & (at < size[me]))[:, None], sent, output)
-        output = jnp.where(size[me] == recv_sizes[source], output, jnp.nan)
-    return output
+    me, row = lax.axis_index(axis), jnp.arange(R)
+
+    def sent(operand):
+        everything, output = lax.all_gather((operand, mine), axis), jnp.full((R, operand.shape[1]), jnp.nan)
+        for source in range(mine.at.shape[0]):
+            theirs, runs = jax.tree.map(lambda array, source=source: array[source], everything)
+            at = row - runs.theirs[me]
+            rows = theirs[jnp.clip(runs.at[me] + at, 0, operand.shape[0] - 1)]
+            output = jnp.where(((at >= 0) & (at < runs.sizes[me]))[:, None], rows, output)
+            output = jnp.where(runs.sizes[me] == got.sizes[source], output, jnp.nan)
+        return output.astype(operand.dtype)
+
+    return tuple(map(sent, operands))
 
 
-def use_ragged(patch) -> None:
-    plan = dispatching.make_exchange_plan
-    on_gpu = lambda device, *, backend: plan(dataclasses.replace(device, platform="gpu"), backend=backend)
-    patch.setattr(dispatching, "make_exchange_plan", on_gpu)
-    patch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
+def use_kernel(patch) -> None:
+    """Without a GPU: the kernel's way, with `in_kernel`."""
+    patch.setattr(ragged_exchange, "make_exchange_plan", lambda *_, **__: ExchangePlan())
+    patch.setattr(ragged_exchange, "_in_kernel", in_kernel)
 
 
-def layer(given, axis, rows, devices, way="ragged"):
+def layer(given, axis, rows, devices, way="auto"):
     """Each token times the sum of its weights times (expert + 1), and what arrived."""
     x, experts, weights = given
     routing = jaxops.route_choices(experts, weights, max(OWN * devices, K))
-    how: dict[str, Any] = {"backend": "auto" if way == "ragged" else way}  # "auto" is "padded" on a CPU
+    how: dict[str, Any] = {"backend": way}
     received = dispatch(x, routing, axis, rows=rows, **how)
     there = jnp.arange(received.x.shape[0])[:, None] < received.there.sizes.sum()
     first = OWN * lax.axis_index(axis) + 1

@@ -1,6 +1,7 @@
 """Tokens to the devices of their experts and back, against token by token: the same bits, for who sends to whom."""
 
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +11,20 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops._lib.planning.device import Device
-from jaxops.parallel import collect, dispatch
-from jaxops.parallel.plan import make_exchange_plan
+from jaxops.parallel import collect, dispatch, ragged_exchange
+from jaxops.parallel.plan import OLDEST
 from tests.devices import needs_four
 from tests.parallel import exchanges
 from tests.parallel.cases import mesh_of
-from tests.parallel.exchanges import OWN, D, K, T, compiled, operands, patterns, use_ragged, wanted
+from tests.parallel.exchanges import OWN, D, K, T, compiled, operands, patterns, use_kernel, wanted
 
 pytestmark = [pytest.mark.versions, needs_four]
 
 
-@pytest.fixture(params=["padded", "ragged"])
+@pytest.fixture(params=["padded", "mosaic"])
 def way(request, monkeypatch):
-    if request.param == "ragged" and jax.default_backend() != "gpu":
-        use_ragged(monkeypatch)
+    if request.param == "mosaic" and jax.default_backend() != "gpu":
+        use_kernel(monkeypatch)
     return request.param
 
 
@@ -57,10 +58,10 @@ def test_rows_beyond_the_bound_are_dropped_in_order(rows, way):
 
 
 @pytest.mark.parametrize("axis", [("i", "j"), ("j", "i")])
-def test_two_axes(axis, way):
+def test_two_axes(axis):
     """In the order of the axes that are passed; and with check_vma=False."""
     given = operands(patterns(all_sends(4)[3::19]))
-    check(given, compiled((2, 2), axis, None, way, check_vma=False)(*given), 4)
+    check(given, compiled((2, 2), axis, None, "auto", check_vma=False)(*given), 4)
 
 
 def test_more_devices_than_choices_and_repeated_experts(way):
@@ -123,6 +124,27 @@ def test_x64():
         check(given, compiled.__wrapped__((2,), "i", None, "padded")(*given), 2)
 
 
+@pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="the kernel needs a newer JAX")
+@pytest.mark.parametrize("order", [1, -1])
+def test_lowering(order):
+    """Tokens and what is beside them go in one kernel, results in another, and so do the gradients; no kernel runs over
+    devices out of order."""
+    f = lambda x, experts, weights: exchanges.layer((x, experts, weights), "i", None, 4)[0]
+    split = jax.shard_map(f, mesh=mesh_of(4, names=("i",), order=order), in_specs=P("i"), out_specs=P("i"))
+    x, experts, weights, dout = (array[0] for array in operands(patterns(all_sends(4)[:1])))
+
+    @jax.jit
+    def step(x, weights):
+        out, vjp = jax.vjp(lambda x, weights: split(x, experts, weights), x, weights)
+        return out, vjp(dout)
+
+    with mock.patch.object(ragged_exchange, "current_device", return_value=Device("NVIDIA H200", "gpu")):
+        traced = step.trace(x, weights)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == (4 if order == 1 else 0)
+    assert ("stablehlo.all_to_all" in text) == (order != 1)
+
+
 def test_no_tokens():
     shapes = [np.zeros((0, *shape), dtype) for shape, dtype in (((D,), "f4"), ((K,), "i4"), ((K,), "f4"))]
     assert over(lambda *given: exchanges.layer(given, "i", None, 2)[0])(*shapes).shape == (0, D)
@@ -135,23 +157,16 @@ def test_errors():
     cases: tuple[tuple[dict[str, Any], type, str], ...] = (
         ({}, ValueError, "routing has 3 experts, and axis_name='i' 2 devices"),
         ({"rows": 0}, ValueError, "rows=0 must be at least 1"),
-        ({"backend": "xla"}, ValueError, "backend='xla': write 'auto', 'ragged', 'padded'"),
-        ({"backend": "ragged"}, NotImplementedError, r"backend='ragged': XLA has .* for GPUs, and this is .*'padded'"),
+        ({"backend": "xla"}, ValueError, "backend='xla': write 'auto', 'mosaic', 'padded'"),
+        ({"backend": "mosaic"}, NotImplementedError, r"backend='mosaic': .* needs a Hopper GPU, .*'auto' or 'padded'"),
     )
     for how, error, found in cases:
         E = 3 if not how else 4
         call = lambda x, how=how, E=E: dispatch(x, jaxops.route(jnp.ones((x.shape[0], E)), 1), "i", **how).x
-        if how.get("backend") != "ragged" or jax.default_backend() == "cpu":
+        if how.get("backend") != "mosaic" or jax.default_backend() == "cpu":
             with pytest.raises(error, match=found):
                 over(call)(x)
     with pytest.raises(ValueError, match=r"x's number of rows is 2, but T of routing\.row_positions is 4"):
         over(lambda x: dispatch(x, routing, "i").x)(x)
     with pytest.raises(ValueError, match="y's number of rows is 1"):
         over(lambda x: collect(x[:1], dispatch(x, jaxops.route(x[:, :4], 1), "i"), "i"))(x)
-
-
-def test_plan():
-    assert make_exchange_plan(Device("NVIDIA H200", "gpu")).backend == "ragged"
-    plan = make_exchange_plan(Device("cpu", "cpu"))
-    assert (plan.backend, plan.why) == ("padded", "XLA has jax.lax.ragged_all_to_all for GPUs, and this is cpu")
-    assert make_exchange_plan(Device("NVIDIA H200", "gpu"), backend="padded").why == "backend='padded'"

@@ -10,11 +10,19 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from jaxops._lib.planning.device import Device
 from jaxops.parallel import products
-from jaxops.parallel.plan import OLDEST, Problem, make_plan
+from jaxops.parallel.plan import OLDEST, Problem, Reach, make_exchange_plan, make_plan
 from tests.parallel.cases import AXIS, PRODUCTS, mesh_of, over
 
 H200 = Device("NVIDIA H200", "gpu")
-PROBLEM = Problem(devices=2, m=2048, n=7168, depths=(4096,), dtype="bfloat16", sent=4096)
+PROBLEM = Problem(Reach(devices=2), m=2048, n=7168, depths=(4096,), dtype="bfloat16", sent=4096)
+
+UNREACHABLE = (
+    (Reach(1), "one device"),
+    (Reach(9), "at most 8 devices"),
+    (Reach(2, axes=2), "one mesh axis"),
+    (Reach(2, manual=False), "all axes of the mesh"),
+    (Reach(2, processes=2), "one process"),
+)
 
 
 @pytest.fixture
@@ -29,10 +37,7 @@ def new_enough():
         ({}, ""),
         ({"dtype": "float16", "m": 9003, "depths": (8, 72), "n": 64}, ""),
         ({"transposed": True, "m": 9003, "n": 8, "depths": (320, 72)}, ""),
-        ({"devices": 1}, "one device"),
-        ({"devices": 9}, "at most 8 devices"),
-        ({"manual": False}, "all axes of the mesh"),
-        ({"processes": 2}, "one process"),
+        *(({"reach": reach}, why) for reach, why in UNREACHABLE),
         ({"dtype": "float32"}, "bfloat16 and float16"),
         ({"exact": False}, "bfloat16 and float16"),
         ({"m": 0}, "a size is 0"),
@@ -55,14 +60,26 @@ def test_what_the_kernel_takes(changes, why, new_enough):
             make_plan(problem, H200, backend="mosaic")
 
 
+def test_ways_of_rows(new_enough):
+    assert (make_exchange_plan(Reach(2), H200).backend, make_exchange_plan(Reach(8), H200).why) == ("mosaic", "")
+    for reach, why in UNREACHABLE:
+        plan = make_exchange_plan(reach, H200)
+        assert plan.backend == "padded"
+        assert why in plan.why
+        with pytest.raises(NotImplementedError, match=r"backend='mosaic': .*Write backend='auto' or 'padded'"):
+            make_exchange_plan(reach, H200, backend="mosaic")
+    assert "needs a Hopper GPU" in make_exchange_plan(Reach(2), Device("cpu", "cpu")).why
+    assert make_exchange_plan(Reach(2), H200, backend="padded").why == "backend='padded'"
+
+
 def test_few_tiles(new_enough):
     """ "auto" gathers by XLA where tiles fill less than four fifths of the programs; an explicit backend is obeyed."""
-    few = dataclasses.replace(PROBLEM, devices=4, m=256, n=2048)
+    few = dataclasses.replace(PROBLEM, reach=Reach(4), m=256, n=2048)
     assert make_plan(few, H200).why == "88 tiles are too few for 132 multiprocessors: XLA is faster"
     assert make_plan(few, H200, backend="mosaic").backend == "mosaic"
-    for more in ({"m": 512}, {"n": 4096}, {"sent": 0}, {"devices": 5}):
+    for more in ({"m": 512}, {"n": 4096}, {"sent": 0}, {"reach": Reach(5)}):
         assert make_plan(dataclasses.replace(few, **more), H200).backend == "mosaic"
-    assert make_plan(dataclasses.replace(few, devices=2, m=512), H200).backend == "xla"
+    assert make_plan(dataclasses.replace(few, reach=Reach(2), m=512), H200).backend == "xla"
 
 
 def test_copies_of_w(new_enough):

@@ -39,6 +39,7 @@ class Routed(NamedTuple):
         # 1 where all devices count equally many tokens, so that the mean has the bits of one without weights.
         weight = lax.axis_size(AXES) * _assignments(self.load) / _assignments(load)
         shares, z_loss = lax.pmean((weight[:, None] * self.aux_loss, weight * self.z_loss), AXES)
+        load = load // lax.axis_size(EXPERTS)  # each device of EXPERTS has counted the same tokens
         chosen = load / _assignments(load)[:, None]
         return Routed(load.shape[1] * jnp.sum(chosen * shares, axis=1), z_loss, load)
 
@@ -51,7 +52,8 @@ def _assignments(load: jax.Array) -> jax.Array:
 class DecoderRouter(Router):
     """A `Router` whose logits may have a bias.
 
-    Sharded, load and z_loss are of the device's own tokens, and aux_loss is `mean_shares` of them, for `Routed.summed`.
+    Sharded, load and z_loss are of the tokens of the device's own mesh axes `EXPERTS`, and aux_loss is `mean_shares` of
+    them, for `Routed.summed`.
     """
 
     def __init__(self, config: DecoderConfig, *, sharded: bool, rngs: nnx.Rngs):
@@ -79,9 +81,6 @@ class DecoderRouter(Router):
     def choose(self, logits: jax.Array, mask: jax.Array | None = None) -> jaxops.Routing:
         routing = super().choose(logits, mask)
         return dataclasses.replace(routing, aux_loss=self.mean_shares(logits, mask)) if self.sharded else routing
-
-    def over_devices(self, routing: jaxops.Routing, *_: Any) -> jaxops.Routing:
-        return routing
 
 
 class StoredExperts(nnx.Module):
@@ -117,7 +116,7 @@ class Experts(nnx.Module):
                 activation="silu" if c.clamp is None else "swiglu_oai",
                 use_bias=c.expert_bias,
                 expert_axis=EXPERTS if sharded else None,
-                send_tokens=sharded,
+                gather_tokens=sharded,
                 recipe="tensorwise" if c.recipe == "delayed" else c.recipe,  # experts have no history
                 dtype=jnp.dtype(c.dtype),
                 backend=c.backend,
@@ -151,9 +150,6 @@ class Experts(nnx.Module):
         if self.sharded:
             tokens, mask = lax.all_gather((tokens, mask), EXPERTS, tiled=True)
         routing = self.moe.router(tokens, mask)
-        if self.sharded:  # each device of EXPERTS has counted the same tokens: the first one's count
-            counted = jnp.where(lax.axis_index(EXPERTS) == 0, routing.load, 0)
-            routing = dataclasses.replace(routing, load=counted)
         own = routing.own(c.experts // lax.axis_size(EXPERTS), EXPERTS) if self.sharded else routing
         # Partial sums of the devices are added in float32 and rounded once, as on one device.
         dtype, out_dtype = jnp.dtype(c.dtype), jnp.float32 if self.sharded else jnp.dtype(c.dtype)

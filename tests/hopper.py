@@ -11,10 +11,10 @@ H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
 @contextlib.contextmanager
-def on_h200():
-    """Traces and lowers as on one H200."""
+def on_h200(devices: int = 1):
+    """Traces and lowers as on one H200, or on several."""
     mesh = AbstractMesh(
-        (1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H200
+        (devices,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H200
     )  # JAX 0.12's default is Explicit
     with jax.sharding.use_abstract_mesh(mesh):
         yield

@@ -1,5 +1,6 @@
 """Which backend every op takes on which device, and whose plans it takes."""
 
+import functools
 from unittest import mock
 
 import jax
@@ -7,11 +8,12 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxops._lib.planning import device as device_module
-from jaxops._lib.planning.device import Device
+from jaxops._lib.planning.device import Device, gluon_missing
 from jaxops.ops import adaln, grouped_matmul
 from tests.contracts.devices import DEVICES, problems, table, written
 from tests.contracts.ops import FP8_RESULT
-from tests.contracts.run import EVERYTHING, small
+from tests.contracts.run import EVERYTHING, ON_A_GPU, cotangents_of, everything, parts, small
+from tests.hopper import on_h200
 
 FP8 = ("fp8_matmul", "fp8_grouped_matmul", "quantize")
 HOPPER_ALONE = "`linear_cross_entropy`"
@@ -53,6 +55,19 @@ def test_unknown_cards_of_nvidia_are_newer_ones():
     for name, (module, problem) in problems().items():
         plan = module.make_plan(problem, Device("NVIDIA X900", "gpu"))
         assert (plan.backend != "xla") == (name != HOPPER_ALONE), name
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("name", [name for name, op in EVERYTHING.items() if not op.sharded])
+def test_kernels_are_traced_where_several_devices_are(name):
+    """Outside of `jax.shard_map` XLA may split any call, also that of a program of one device."""
+    op = EVERYTHING[name]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*parts(op, small(op)), cotangents_of(op)))
+    for way in set(op.ways) & set(ON_A_GPU):
+        if way == "triton" and gluon_missing():
+            continue
+        with on_h200(2):
+            jax.make_jaxpr(functools.partial(everything, op, way))(*shapes)
 
 
 @pytest.mark.parametrize("name", [name for name, op in EVERYTHING.items() if "plan" in next(iter(op.ways.values()))])

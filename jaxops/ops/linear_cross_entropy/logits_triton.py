@@ -66,5 +66,5 @@ def logits_triton(
     results = [Result(out_struct((T, V), x.dtype, like=x)), numbers, *[numbers] * total]
     args = [("value", V)] + ([] if bias is None else [("columns", bias[None])])
     a, b = (gemm.rows(x),), (gemm.weights(w[None]),)
-    offsets = jnp.array([0, T], jnp.int32)
+    offsets = T * jnp.arange(2, dtype=jnp.int32)  # no constant, which `partitioned` could not take
     return ragged_gemm(gemm, a, b, offsets, (1, T, D, V), results, args=args, cores=cores)

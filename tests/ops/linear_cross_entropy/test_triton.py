@@ -21,6 +21,7 @@ from tests.compare import assert_close
 from tests.gluon import SHARED_BYTES, check, compiled, launched
 from tests.gluon_simulator import simulated
 from tests.hopper import H200 as ABSTRACT
+from tests.hopper import on_h200
 from tests.ops.linear_cross_entropy.test_values import HALF, cotangents_of, expected, found, operands
 
 pytestmark = pytest.mark.versions
@@ -55,6 +56,14 @@ def test_kernel(tiles, options, spilled, tmp_path):
     (kernel,) = compiled(call, shape(T, D), w, *bias)
     instructions = [f"m64n{tiles.bn}k16.f32.bf16.bf16"] * (2 * 4 * tiles.part // tiles.programs // 64)
     check(kernel, instructions, 2, SHARED_BYTES, tmp_path, spilled, programs=tiles.programs)
+
+
+def test_one_device_of_several():
+    """Outside of `jax.shard_map` XLA may split any call; a program of one device is traced so, too."""
+    loss = lambda x, w, targets: jaxops.linear_cross_entropy(x, w, targets, backend="triton")
+    with on_h200(2):
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(shape(T, D), shape(D, V), shape(T, dtype="int32"))
+    assert "triton_kernel_call" in str(jaxpr)
 
 
 @pytest.mark.parametrize("soft_cap", [None, 30.0])

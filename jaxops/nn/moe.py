@@ -66,10 +66,6 @@ class MoE(nnx.Module):
       gate, up: [num_experts, in_features, hidden_features] in param_dtype; with expert_axis the device's share.
       down: [num_experts, hidden_features, in_features], likewise.
       gate_bias, up_bias, down_bias: [num_experts, columns], likewise; None without use_bias.
-      pieces: in how many pieces the tokens of a device are gathered and their results sent back, so that a piece is
-        sent while the experts multiply another. 1 unless you set it. More need gather_tokens=True and a `Router`
-        without a capacity that does not override `__call__`. Two made a
-        step 2 % slower on two H200s (2026-11-25, sent by NCCL).
       received_rows: with send_tokens, how many tokens a device has room for, as `rows` of `jaxops.parallel.dispatch`;
         None, all devices', unless you set it. The returned routing marks what is dropped as beyond a capacity is: its
         row_positions are T * k, its weights 0.
@@ -153,7 +149,6 @@ class MoE(nnx.Module):
                 f"recipe={recipe!r} has no experts with biases or 'swiglu_oai': leave recipe, or these, out."
             )
         self.expert_axis, self.gather_tokens, self.send_tokens = expert_axis, gather_tokens, send_tokens
-        self.pieces = 1
         self.received_rows: int | None = None
         self.dtype, self.param_dtype, self.precision, self.backend = dtype, param_dtype, precision, backend
         self.recipe, self.pow2_scales = recipe, pow2_scales
@@ -171,8 +166,8 @@ class MoE(nnx.Module):
 
         Raises:
           ValueError: x or mask of another shape, a router with another number of experts, a share of the experts that
-            does not fit expert_axis, a call outside of `jax.shard_map` with expert_axis, pieces that are below 1 or
-            that the layer cannot make, a router that cannot have send_tokens.
+            does not fit expert_axis, a call outside of `jax.shard_map` with expert_axis, a router that cannot have
+            send_tokens.
           TypeError: dtypes that the kernels do not multiply; a mask that is not bool; the router's result is no
             `jaxops.Routing`.
         """
@@ -193,9 +188,9 @@ class MoE(nnx.Module):
         received: Any = None
         if self.send_tokens:
             received, routing = self._sent(tokens.astype(dtype), mask)
-            parts, routings = (received.x,), (received.routing,)
+            rows = received.x
         else:
-            parts, routing, routings = self._routed(tokens, mask, dtype, devices)
+            rows, routing = self._routed(tokens, mask, dtype)
         if not isinstance(routing, Routing):
             other = f"a {type(routing).__name__}, not a jaxops.Routing"
             raise TypeError(f"the router returned {other}: take a jaxops.nn.Router, or call jaxops.route on logits.")
@@ -203,60 +198,36 @@ class MoE(nnx.Module):
             raise ValueError(f"the router chose among {E} experts; this layer has num_experts={self.num_experts}.")
         axis = self.expert_axis
         wide = axis is not None and not self.gather_tokens and received is None
-        if axis is not None and received is None:
-            routings = tuple(each.own(gate.shape[0], axis) for each in routings)
-        ys = moe_mlp(
-            parts, gate, up, down, routings, biases=self._biases(), activation=self.activation, compute_dtype=dtype,
+        own = routing if axis is None else routing.own(gate.shape[0], axis) if received is None else received.routing
+        y = moe_mlp(
+            rows, gate, up, down, own, biases=self._biases(), activation=self.activation, compute_dtype=dtype,
             out_dtype=jnp.float32 if wide else dtype, precision=self.precision, recipe=self.recipe,
             pow2_scales=self.pow2_scales, backend=self.backend,
         )  # fmt: skip
         if wide:
-            ys = [lax.psum(y, axis).astype(dtype) for y in ys]
-        elif received is not None and axis is not None:
-            ys = (collect(ys[0], received, axis),)
+            y = lax.psum(y, axis).astype(dtype)
         elif axis is not None:
-            ys = add_own_rows(ys, axis)
-        return (ys[0] if len(ys) == 1 else jnp.concatenate(ys)).reshape(x.shape), routing
+            y = add_own_rows([y], axis)[0] if received is None else collect(y, received, axis)
+        return y.reshape(x.shape), routing
 
     def _biases(self) -> Any:
         if self.gate_bias is None:
             return None
         return self.gate_bias[...], self.up_bias[...], self.down_bias[...]
 
-    def _routed(
-        self, tokens: jax.Array, mask: jax.Array | None, dtype: Dtype, devices: int
-    ) -> tuple[tuple[jax.Array, ...], Routing, tuple[Routing, ...]]:
-        """The tokens that this device's experts see, in pieces; the routing of all of them, and of each piece."""
-        axis, router, T, scorer = self.expert_axis, self.router, tokens.shape[0], self._scorer()
-        check_sizes(pieces=self.pieces)
-        # With a capacity a token's experts depend on the tokens that are routed with it.
-        if self.pieces > 1 and not (self.gather_tokens and scorer is not None and scorer.capacity is None):
-            needed = "gather_tokens=True, and a `Router` without a capacity that does not override `__call__`"
-            raise ValueError(f"pieces={self.pieces} needs {needed}: write pieces=1.")
+    def _routed(self, tokens: jax.Array, mask: jax.Array | None, dtype: Dtype) -> tuple[jax.Array, Routing]:
+        """The tokens that this device's experts see, and their routing."""
+        axis, router, scorer, own = self.expert_axis, self.router, self._scorer(), tokens.astype(dtype)
         if not self.gather_tokens:
-            routing = _routing(router, tokens, mask)
-            return (tokens.astype(dtype),), routing, (routing,)
+            return own, _routing(router, tokens, mask)
         assert axis is not None  # __init__ checks it
-        own, own_mask = tokens.astype(dtype), mask
-        if mask is not None:
-            mask = gather_parts(mask, axis)
+        of_all = None if mask is None else gather_parts(mask, axis)
         if scorer is None:
-            parts = gather_pieces([own], axis)
-            routing = _routing(router, parts[0], mask)
-            return parts, routing, (routing,)
+            (rows,) = gather_pieces([own], axis)
+            return rows, _routing(router, rows, of_all)
         # Scores are made where the tokens are, and are few bytes: the choice does not wait for tokens.
-        ends = _ends(T, self.pieces)
-        logits, *parts = gather_pieces([scorer.logits(own, own_mask), *jnp.split(own, ends)], axis)
-        routing = scorer.choose(logits, mask)
-        if not ends:
-            return tuple(parts), routing, (routing,)
-        pieces = jnp.split(logits.reshape(devices, T, -1), ends, axis=1)
-        masks = [None] * len(pieces) if mask is None else jnp.split(mask.reshape(devices, T), ends, axis=1)
-        routings = (
-            scorer.choose(piece.reshape(-1, self.num_experts), None if own is None else own.ravel())
-            for piece, own in zip(pieces, masks, strict=True)
-        )
-        return tuple(parts), routing, tuple(routings)
+        logits, rows = gather_pieces([scorer.logits(own, mask), own], axis)
+        return rows, scorer.choose(logits, of_all)
 
     def _scorer(self) -> Router | None:
         """The router, if its choice can be made apart from its scores."""
@@ -268,8 +239,8 @@ class MoE(nnx.Module):
         axis, scorer = self.expert_axis, self._scorer()
         assert axis is not None  # __init__ checks it
         # A capacity counts the tokens of all devices, and the losses of another router cannot be added up.
-        if self.pieces != 1 or scorer is None or scorer.capacity is not None:
-            needed = "pieces=1, and a `Router` without a capacity that does not override `__call__`"
+        if scorer is None or scorer.capacity is not None:
+            needed = "a `Router` without a capacity that does not override `__call__`"
             raise ValueError(f"send_tokens=True needs {needed}: otherwise write gather_tokens=True instead.")
         logits = scorer.logits(own, mask)
         routing = scorer.choose(logits, mask)
@@ -282,9 +253,3 @@ class MoE(nnx.Module):
 
 def _routing(router: Callable[..., Routing], tokens: jax.Array, mask: jax.Array | None) -> Routing:
     return router(tokens) if mask is None else router(tokens, mask=mask)
-
-
-def _ends(T: int, pieces: int) -> list[int]:
-    """The first tokens of all pieces but the first; the pieces of T tokens are as even as possible, and none empty."""
-    pieces = max(1, min(pieces, T))
-    return [T * number // pieces for number in range(1, pieces)]

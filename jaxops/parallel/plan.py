@@ -75,13 +75,11 @@ class Reach:
 
     Attributes:
       devices: on the axis, or on all axes that are one exchange.
-      axes: how many these are.
       processes: of JAX.
       manual: whether `jax.shard_map` is over all axes of the mesh.
     """
 
     devices: int
-    axes: int = 1
     processes: int = 1
     manual: bool = True
 
@@ -90,7 +88,7 @@ def reach_of(axes: tuple[str, ...]) -> Reach:
     """Inside `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(axes) <= set(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
-    return Reach(lax.axis_size(axes), len(axes), jax.process_count(), manual)
+    return Reach(lax.axis_size(axes), jax.process_count(), manual)
 
 
 def make_exchange_plan(reach: Reach, device: Device, *, backend: str = "auto") -> ExchangePlan:
@@ -151,8 +149,6 @@ def make_plan(problem: Problem, device: Device, *, backend: str = "auto") -> Pla
 def _unreachable(reach: Reach, device: Device) -> str:
     if reach.devices == 1:
         return "one device on the axis has nothing to send"
-    if reach.axes > 1:
-        return f"the kernel knows one mesh axis, and these are {reach.axes}"
     if reach.devices > MOST:
         return f"the kernel knows at most {MOST} devices, and the axis has {reach.devices}"
     if not device.is_hopper:

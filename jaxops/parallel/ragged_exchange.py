@@ -51,16 +51,16 @@ def _exchange(
     plain = functools.partial(_padded, axes, sizes)
     if make_exchange_plan(reach_of(axes), current_device(), backend=backend).backend == "padded":
         return plain(operands, mine, got)
-    call = functools.partial(_in_kernel, axes[0], sizes[1])
+    call = functools.partial(_in_kernel, axes, sizes[1])
     call = call if backend == "mosaic" else functools.partial(if_devices_in_order, call, plain)
     # vmap in a loop, for the programs of a batch would share one counter.
     return jax.custom_batching.sequential_vmap(call)(operands, mine, got)
 
 
-def _in_kernel(axis: str, R: int, operands: Rows, mine: Chunks, _: Chunks) -> Rows:
+def _in_kernel(axes: tuple[str, ...], R: int, operands: Rows, mine: Chunks, _: Chunks) -> Rows:
     from jaxops.parallel.runs_mosaic import send_runs
 
-    return send_runs(operands, mine.at, mine.sizes, mine.theirs, R, axis)
+    return send_runs(operands, mine.at, mine.sizes, mine.theirs, R, axes)
 
 
 def _padded(axes: tuple[str, ...], sizes: tuple[int, int, int], operands: Rows, mine: Chunks, got: Chunks) -> Rows:

@@ -21,15 +21,15 @@ PROGRAMS, SHARES, SLOTS, CHUNK_BYTES = 128, 64, 4, 16_384
 
 
 def send_runs(
-    operands: tuple[jax.Array, ...], at: jax.Array, sizes: jax.Array, theirs: jax.Array, R: int, axis_name: str
+    operands: tuple[jax.Array, ...], at: jax.Array, sizes: jax.Array, theirs: jax.Array, R: int, axes: tuple[str, ...]
 ) -> tuple[jax.Array, ...]:
-    """[R, D] of each operand [S, D]: rows at[d] to at[d] + sizes[d] - 1 are written to device d's result, from its row
-    theirs[d] on. Rows of the result that no device sends are unspecified.
+    """[R, D] of each operand [S, D]: rows at[d] to at[d] + sizes[d] - 1 are written to the result of device d of the mesh
+    axes, from its row theirs[d] on. Rows of the result that no device sends are unspecified.
 
     Args:
       at, sizes, theirs: int32 [devices]; the rows lie inside of both arrays.
     """
-    devices, S = lax.axis_size(axis_name), operands[0].shape[0]
+    devices, S = lax.axis_size(axes), operands[0].shape[0]
     columns = [x.shape[1] for x in operands]
     # Copies are multiples of 128 bytes.
     operands = tuple(jnp.pad(x, ((0, 0), (0, -x.shape[1] % (128 // x.dtype.itemsize)))) for x in operands)
@@ -42,7 +42,16 @@ def send_runs(
         out_refs, refs = refs[: len(operands)], refs[len(operands) :]
         *smems, loaded, tile_smem = refs
         semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((SENT + MOST,)))
-        own = lax.axis_index(axis_name)
+        own = jnp.int32(0)
+        for name in axes:
+            own = own * lax.axis_size(name) + lax.axis_index(name)
+
+        def place(device):
+            numbers = {}
+            for name in reversed(axes):
+                size = jnp.int32(lax.axis_size(name))
+                numbers[name], device = lax.rem(device, size), lax.div(device, size)
+            return numbers
 
         def copy(target, count, source_row, target_row, slot):
             barrier, parts = loaded.at[slot], [smem.at[slot, pl.ds(0, count)] for smem in smems]
@@ -50,7 +59,7 @@ def send_runs(
                 plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(source_row, count)], part, barrier, **IN_A_ROW)
             plgpu.barrier_wait(barrier)
             for out_ref, part in zip(out_refs, parts, strict=True):
-                there = plgpu.remote_ref(out_ref, {axis_name: target})
+                there = plgpu.remote_ref(out_ref, place(target))
                 plgpu.copy_smem_to_gmem(part, there.at[pl.ds(target_row, count)], commit_group=False)
             plgpu.commit_smem_to_gmem_group()
 
@@ -81,7 +90,7 @@ def send_runs(
 
             sent = lax.fori_loop(begin, end, one, sent)
             plgpu.wait_smem_to_gmem(0)
-            pl.semaphore_signal(semaphores.at[SENT + own], 1, device_id={axis_name: target})
+            pl.semaphore_signal(semaphores.at[SENT + own], 1, device_id=place(target))
             return sent
 
         def claim():

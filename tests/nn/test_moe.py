@@ -103,20 +103,6 @@ def test_what_a_token_that_does_not_count_holds_reaches_no_gradient(gather):
     assert not any(jnp.isnan(d).any() for d in jax.tree.leaves(of_nans))
 
 
-def test_pieces_need_choices_by_token():
-    """A capacity depends on which tokens are routed together."""
-    mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
-    layer = make(expert_axis="expert", gather_tokens=True, router={"capacity": 3})
-    for layer.pieces, found in ((2, "pieces=2 needs .*a `Router` without a capacity"), (0, "pieces")):
-        call = jax.shard_map(lambda x: layer(x)[0], mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
-        with pytest.raises(ValueError, match=found):
-            jax.eval_shape(call, tokens())
-    alone = make()
-    alone.pieces = 2
-    with pytest.raises(ValueError, match="pieces=2 needs gather_tokens=True"):
-        alone(tokens())
-
-
 class FirstExpert(Router):
     def __call__(self, x):
         return self.choose(self.logits(x).at[:, 0].set(100.0))

@@ -17,13 +17,13 @@ from tests.parallel.cases import mesh_of
 T, D, K, OWN = 3, 5, 2, 2  # tokens and experts of a device
 
 
-def in_kernel(axis, R, operands, mine, got):
+def in_kernel(axes, R, operands, mine, got):
     """What the kernel does, with all devices' operands. Rows that nobody sends, and results with sizes that disagree,
     are NaN."""
-    me, row = lax.axis_index(axis), jnp.arange(R)
+    me, row = lax.axis_index(axes), jnp.arange(R)
 
     def sent(operand):
-        everything, output = lax.all_gather((operand, mine), axis), jnp.full((R, operand.shape[1]), jnp.nan)
+        everything, output = lax.all_gather((operand, mine), axes), jnp.full((R, operand.shape[1]), jnp.nan)
         for source in range(mine.at.shape[0]):
             theirs, runs = jax.tree.map(lambda array, source=source: array[source], everything)
             at = row - runs.theirs[me]

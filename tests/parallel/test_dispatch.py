@@ -58,10 +58,10 @@ def test_rows_beyond_the_bound_are_dropped_in_order(rows, way):
 
 
 @pytest.mark.parametrize("axis", [("i", "j"), ("j", "i")])
-def test_two_axes(axis):
+def test_two_axes(axis, way):
     """In the order of the axes that are passed; and with check_vma=False."""
     given = operands(patterns(all_sends(4)[3::19]))
-    check(given, compiled((2, 2), axis, None, "auto", check_vma=False)(*given), 4)
+    check(given, compiled((2, 2), axis, None, way, check_vma=False)(*given), 4)
 
 
 def test_more_devices_than_choices_and_repeated_experts(way):
@@ -125,12 +125,13 @@ def test_x64():
 
 
 @pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="the kernel needs a newer JAX")
-@pytest.mark.parametrize("order", [1, -1])
-def test_lowering(order):
+@pytest.mark.parametrize(("sizes", "order"), [((4,), 1), ((2, 2), 1), ((4,), -1)])
+def test_lowering(sizes, order):
     """Tokens and what is beside them go in one kernel, results in another, and so do the gradients; no kernel runs over
     devices out of order."""
-    f = lambda x, experts, weights: exchanges.layer((x, experts, weights), "i", None, 4)[0]
-    split = jax.shard_map(f, mesh=mesh_of(4, names=("i",), order=order), in_specs=P("i"), out_specs=P("i"))
+    axes = ("i", "j")[: len(sizes)]
+    f = lambda x, experts, weights: exchanges.layer((x, experts, weights), axes, None, 4)[0]
+    split = jax.shard_map(f, mesh=mesh_of(*sizes, names=axes, order=order), in_specs=P(axes), out_specs=P(axes))
     x, experts, weights, dout = (array[0] for array in operands(patterns(all_sends(4)[:1])))
 
     @jax.jit

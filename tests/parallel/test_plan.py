@@ -19,7 +19,6 @@ PROBLEM = Problem(Reach(devices=2), m=2048, n=7168, depths=(4096,), dtype="bfloa
 UNREACHABLE = (
     (Reach(1), "one device"),
     (Reach(9), "at most 8 devices"),
-    (Reach(2, axes=2), "one mesh axis"),
     (Reach(2, manual=False), "all axes of the mesh"),
     (Reach(2, processes=2), "one process"),
 )

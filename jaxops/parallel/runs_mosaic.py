@@ -23,8 +23,8 @@ PROGRAMS, SHARES, SLOTS, CHUNK_BYTES = 128, 64, 4, 16_384
 def send_runs(
     operands: tuple[jax.Array, ...], at: jax.Array, sizes: jax.Array, theirs: jax.Array, R: int, axes: tuple[str, ...]
 ) -> tuple[jax.Array, ...]:
-    """[R, D] of each operand [S, D]: rows at[d] to at[d] + sizes[d] - 1 are written to the result of device d of the mesh
-    axes, from its row theirs[d] on. Rows of the result that no device sends are unspecified.
+    """[R, D] of each operand [S, D]: rows at[d] to at[d] + sizes[d] - 1 are written to the result of device d of the
+    mesh axes, from its row theirs[d] on. Rows of the result that no device sends are unspecified.
 
     Args:
       at, sizes, theirs: int32 [devices]; the rows lie inside of both arrays.

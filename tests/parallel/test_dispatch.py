@@ -7,18 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops._lib.planning.device import Device
 from jaxops.parallel import collect, dispatch, ragged_exchange
 from jaxops.parallel.plan import OLDEST
-from tests.devices import needs_four
+from tests.devices import needs_four, needs_two
 from tests.parallel import exchanges
 from tests.parallel.cases import mesh_of
 from tests.parallel.exchanges import OWN, D, K, T, compiled, operands, patterns, use_kernel, wanted
 
-pytestmark = [pytest.mark.versions, needs_four]
+pytestmark = pytest.mark.versions
 
 
 @pytest.fixture(params=["padded", "mosaic"])
@@ -43,12 +44,14 @@ def check(given: tuple, got: tuple, devices: int, rows: int | None = None) -> No
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
+@needs_four
 def test_every_pattern_of_empty_sends(devices, way):
     given = operands(patterns(all_sends(devices)))
     check(given, compiled((devices,), "i", None, way)(*given), devices)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
+@needs_four
 def test_rows_beyond_the_bound_are_dropped_in_order(rows, way):
     """Of the last devices, and of those the last tokens."""
     given = operands(patterns(all_sends(3)[::7]))
@@ -58,12 +61,14 @@ def test_rows_beyond_the_bound_are_dropped_in_order(rows, way):
 
 
 @pytest.mark.parametrize("axis", [("i", "j"), ("j", "i")])
+@needs_four
 def test_two_axes(axis, way):
     """In the order of the axes that are passed; and with check_vma=False."""
     given = operands(patterns(all_sends(4)[3::19]))
     check(given, compiled((2, 2), axis, None, way, check_vma=False)(*given), 4)
 
 
+@needs_four
 def test_more_devices_than_choices_and_repeated_experts(way):
     """With four devices and two choices a token's devices are compared pairwise."""
     rng = np.random.default_rng(3)
@@ -77,13 +82,14 @@ def over(f, count: int = 2, check_vma: bool = True):
     )
 
 
+@needs_four
 def test_sums_are_rounded_once():
     """bfloat16 rows of 256, 1, 1 and 1 are 259 in float32, rounded to 260."""
 
     def f(x):
         experts = jnp.arange(4, dtype=jnp.int32)[None, :]
         received = dispatch(x, jaxops.route_choices(experts, jnp.ones((1, 4)), 4), "i")
-        value = jnp.where(jax.lax.axis_index("i") == 0, 256, 1).astype(x.dtype)
+        value = jnp.where(lax.axis_index("i") == 0, 256, 1).astype(x.dtype)
         out, vjp = jax.vjp(lambda y: collect(y, received, "i"), jnp.full(received.x.shape, value))
         dx = jax.vjp(lambda x: dispatch(x, jaxops.route_choices(experts, jnp.ones((1, 4)), 4), "i").x, x)[1]
         return out, dx(jnp.full(received.x.shape, value))[0], vjp(out)[0][:1]
@@ -92,6 +98,7 @@ def test_sums_are_rounded_once():
         np.testing.assert_array_equal(np.asarray(found, np.float32), 260)
 
 
+@needs_four
 def test_transformations():
     """Under checkpoint and scan, and twice differentiable."""
     given = operands(patterns(all_sends(2)[11:12]), seed=2)
@@ -118,14 +125,39 @@ def test_transformations():
     np.testing.assert_array_equal(second, (experts + 1) * (x * dout).sum(axis=1, keepdims=True))
 
 
+@needs_four
 def test_x64():
     given = operands(patterns(all_sends(2)[5:9]))
     with jax.enable_x64(True):
         check(given, compiled.__wrapped__((2,), "i", None, "padded")(*given), 2)
 
 
+@pytest.mark.gpu
+@needs_two
+def test_the_kernel():
+    """Each pattern of sends over two devices; then a thousand calls, each with another delay on each device, give the
+    same bits."""
+    given = operands(patterns(all_sends(2)))
+    check(given, compiled((2,), "i", None, "mosaic")(*given), 2)
+    x, experts, weights, _ = (array[7] for array in given)
+
+    def delayed(waits, x, experts, weights):
+        slow = lax.fori_loop(0, waits[lax.axis_index("i")], lambda _, a: jnp.sin(a) + 1, jnp.ones((64, 64)))
+        x, _ = lax.optimization_barrier((x, slow))
+        return exchanges.layer((x, experts, weights), "i", None, 2, "mosaic")[0]
+
+    specs = P(), *[P("i")] * 3
+    f = jax.jit(
+        jax.shard_map(delayed, mesh=mesh_of(2, names=("i",)), in_specs=specs, out_specs=P("i"), check_vma=False)
+    )
+    rng, first = np.random.default_rng(0), f(jnp.zeros(2, jnp.int32), x, experts, weights)
+    outs = [f(jnp.asarray(rng.integers(0, 300, 2), jnp.int32), x, experts, weights) for _ in range(1000)]
+    assert all(jax.device_get([jnp.array_equal(out, first) for out in outs]))
+
+
 @pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="the kernel needs a newer JAX")
 @pytest.mark.parametrize(("sizes", "order"), [((4,), 1), ((2, 2), 1), ((4,), -1)])
+@needs_four
 def test_lowering(sizes, order):
     """Tokens and what is beside them go in one kernel, results in another, and so do the gradients; no kernel runs over
     devices out of order."""
@@ -146,11 +178,13 @@ def test_lowering(sizes, order):
     assert ("stablehlo.all_to_all" in text) == (order != 1)
 
 
+@needs_four
 def test_no_tokens():
     shapes = [np.zeros((0, *shape), dtype) for shape, dtype in (((D,), "f4"), ((K,), "i4"), ((K,), "f4"))]
     assert over(lambda *given: exchanges.layer(given, "i", None, 2)[0])(*shapes).shape == (0, D)
 
 
+@needs_four
 def test_errors():
     x, routing = jnp.ones((4, D)), jaxops.route(jnp.ones((4, 3)), 1)
     with pytest.raises(ValueError, match=r"axis_name='i' is not an axis here: call inside jax\.shard_map"):

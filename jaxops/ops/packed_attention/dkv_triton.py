@@ -33,6 +33,7 @@ from jaxops.ops.packed_attention.fwd_triton import (
     capped,
     load_block,
     make_barriers,
+    masked,
     read_block,
     row_box,
     scales,
@@ -143,8 +144,8 @@ def tile_of(step, tiles, BQ: gl.constexpr):
 
 @gluon.jit
 def write_runs(buf, runs, key, at, end, BQ: gl.constexpr):
-    """Which of the block's keys, from `key` on, each query of a tile sees: a word of 2 ** 16 * the first one + 2 ** 15
-    + how many they are. The producer writes them, so that the consumers do not wait for the loads. TMA would load two
+    """Which of the block's keys, from `key` on, each query of a tile sees: a word of 2 ** 16 * the first one + how
+    many they are. The producer writes them, so that the consumers do not wait for the loads. TMA would load two
     words a query, for which shared memory has no room."""
     queries = end - BQ + gl.arange(0, BQ, layout=gl.BlockedLayout([BQ // 32], [32], [1], [0]))
     there = queries >= at
@@ -153,7 +154,7 @@ def write_runs(buf, runs, key, at, end, BQ: gl.constexpr):
     stop = gl.load(stop + queries, mask=there, other=0) - key
     first = gl.minimum(gl.maximum(first, 0), CONSUMERS * ROWS)
     stop = gl.minimum(gl.maximum(stop, 0), CONSUMERS * ROWS)
-    buf.reshape([BQ]).store(first * 65536 + 32768 + stop - first)
+    buf.reshape([BQ]).store(first * 65536 + stop - first)
 
 
 @gluon.jit
@@ -222,14 +223,6 @@ def numbers_of(buf, s, BQ: gl.constexpr):
 
 
 @gluon.jit
-def seen_from(keys, runs):
-    """Which queries see each of a block's keys. runs: of `write_runs`. 0 <= key - first < number is one comparison of
-    unsigned numbers, in the upper halves of words. The words are signed: both numbers are less 2 ** 15."""
-    behind = (keys * 65536 - (2**31 - 65535))[:, None] - runs
-    return behind < runs << 16
-
-
-@gluon.jit
 def add_tiles(
     pipe, sums, places, span, last, SCALE: gl.constexpr, CAP: gl.constexpr, MASKED: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
@@ -255,12 +248,14 @@ def add_tiles(
         else:
             scores = warpgroup_mma_wait(0, deps=[scores])
         shares = capped(scores, CAP)
-        p = gl.exp2(shares * SCALE - numbers_of(pipe.lse, q_s, BQ))
-        if MASKED:  # after exp2: before it, LLVM packs the comparisons into words of bits
+        scores = shares * SCALE - numbers_of(pipe.lse, q_s, BQ)
+        if MASKED:  # behind: key - first, in the upper half of a word
             keys = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BQ)))
-            p = gl.where(seen_from(keys, numbers_of(pipe.runs, q_s, BQ)), p, 0.0)
+            runs = numbers_of(pipe.runs, q_s, BQ)
+            scores = masked(scores, (keys * 65536 + 65535)[:, None] - runs, runs << 16)
         if not pipe.DK:
             mbarrier.arrive(pipe.q_empty.index(q_s), count=1)
+        p = gl.exp2(scores)
         if pipe.DV:
             of_values = as_operand(p, pipe.dout.dtype, pipe.V)
             if not pipe.DK:
@@ -301,13 +296,13 @@ def consume(
     row, _, left, right, steps, head = read_block(pipe)
     while row >= 0:
         own = row + WHICH * ROWS
-        masked = left + right
+        cut = left + right
         # The compiler drops the sums of a gradient that is not computed.
         sums = (zero_sums(ROWS, pipe.D, pipe.PARTS), zero_sums(ROWS, pipe.V, pipe.V_PARTS))
         for each in range(group):
             last = gl.where(each + 1 == group, steps, 0)
-            sums, places = add_tiles(pipe, sums, places, (0, masked), last, SCALE, CAP, True, WHICH)
-            sums, places = add_tiles(pipe, sums, places, (masked, steps), last, SCALE, CAP, False, WHICH)
+            sums, places = add_tiles(pipe, sums, places, (0, cut), last, SCALE, CAP, True, WHICH)
+            sums, places = add_tiles(pipe, sums, places, (cut, steps), last, SCALE, CAP, False, WHICH)
         dk, dv = sums
         tma.store_wait(0)
         if pipe.DK:

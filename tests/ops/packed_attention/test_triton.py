@@ -42,7 +42,7 @@ def test_forward(dim, values, tiles, tmp_path):
     of_sums = [f"m64n{power_of_2(values)}k16.f32.bf16.bf16"] * (tiles.bk // 16)
     once = [*of_scores, *2 * (of_scores + of_sums), *of_sums]
     memory = hopper_memory("fwd", tiles, (dim, values)).bytes
-    check(kernel, 2 * once, 2, memory, tmp_path)
+    check(kernel, 2 * once, 2, memory, tmp_path, 4 if dim == values == 192 else 0)
     assert kernel.shared > memory - 1024
 
 
@@ -53,11 +53,11 @@ def test_forward(dim, values, tiles, tmp_path):
         (64, 64, {}, [0, 0]),
         (128, 64, {}, [0, 0]),
         (96, 96, {}, [16, 32]),
-        (128, 128, {"soft_cap": 50.0}, [0, 36]),
-        (192, 64, {}, [0, 4]),
+        (128, 128, {"soft_cap": 50.0}, [0, 88]),
+        (192, 64, {}, [16, 4]),
         (192, 128, {}, [0, 0, 0]),
-        (192, 192, {}, [48, 20, 24]),
-        (256, 256, {}, [44, 96, 0]),
+        (192, 192, {}, [48, 20, 0]),
+        (256, 256, {}, [92, 20, 0]),
     ],
 )
 def test_backward(dim, values, options, spilled, tmp_path):

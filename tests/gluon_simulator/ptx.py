@@ -82,7 +82,7 @@ INSTRUCTIONS: dict[str, Callable] = {
     "mov.b32": lambda x: x, "mov.u32": lambda x: x, "mov.b16": lambda x: x, "mov.f32": lambda x: x,
     "and.b32": lambda a, b: a & b, "or.b32": lambda a, b: a | b, "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
     "setp.eq.u32": lambda a, b: a == b, "setp.lt.u32": lambda a, b: a < b,
-    "setp.le.s32": lambda a, b: _signed(a) <= _signed(b),
+    "setp.le.s32": lambda a, b: _signed(a) <= _signed(b), "selp.f32": lambda a, b, p: np.where(p, a, b),
     "mad.wide.u32": lambda a, b, c: a.astype(np.uint64) * b + c,
     "add.f32": _floats(np.add), "add.rn.f32": _floats(np.add), "sub.rn.f32": _floats(np.subtract),
     "mul.f32": _floats(np.multiply), "mul.rn.f32": _floats(np.multiply), "neg.f32": _floats(np.negative),

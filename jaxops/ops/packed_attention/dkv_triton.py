@@ -28,12 +28,12 @@ from jaxops._lib.gluon.tile_scheduler_triton import finish_fetch_add, opaque, st
 from jaxops.ops.packed_attention.fwd_triton import (
     CONSUMERS,
     FIELDS,
-    LOW,
     ROWS,
     as_operand,
     capped,
     load_block,
     make_barriers,
+    masked,
     read_block,
     row_box,
     scales,
@@ -63,6 +63,7 @@ class Pipeline:
     dk, dv: likewise; without APART in the memory of k and v.
     q, dout: [STAGES * PARTS, BQ, D] and [V_STAGES * V_PARTS, BQ, V].
     lse, along: [STAGES, 1, BQ] and [V_STAGES, 1, BQ], with q and dout.
+    runs: [STAGES, 1, BQ], with q, of `write_runs`.
     block: what the consumers must know of a block: FIELDS numbers and the head.
     keys_*: an mbarrier for k and v. q_*, dout_*: an mbarrier a stage; with both dk and dv those of q are for dout, too.
     PARTS, V_PARTS: of D and V columns, which make a head of q and k, and of v.
@@ -77,6 +78,7 @@ class Pipeline:
     dout: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     along: gl.shared_memory_descriptor
+    runs: gl.shared_memory_descriptor
     block: gl.shared_memory_descriptor
     keys_full: gl.shared_memory_descriptor
     keys_empty: gl.shared_memory_descriptor
@@ -121,6 +123,7 @@ def make_pipeline(
         gl.allocate_shared_memory(dtype, [V_STAGES * V_PARTS, BQ, V], OF_DOUT),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BQ], OF_NUMBERS),
         gl.allocate_shared_memory(gl.float32, [V_STAGES, 1, BQ], OF_NUMBERS),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1, BQ], OF_NUMBERS),
         gl.allocate_shared_memory(gl.int32, [FIELDS + 1, 1], FLAT),
         make_barriers(1, 1), make_barriers(1, CONSUMERS), make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
         make_barriers(V_STAGES, 1), make_barriers(V_STAGES, CONSUMERS),
@@ -140,11 +143,26 @@ def tile_of(step, tiles, BQ: gl.constexpr):
 
 
 @gluon.jit
-def produce(
-    pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, blocks, inside, sizes, SECTION: gl.constexpr
-):
-    """Loads the operands of this program's blocks, until there are no more."""
+def write_runs(buf, runs, key, at, end, BQ: gl.constexpr):
+    """Which of the block's keys, from `key` on, each query of a tile sees: a word of 2 ** 16 * the first one + how
+    many they are. The producer writes them, so that the consumers do not wait for the loads. TMA would load two
+    words a query, for which shared memory has no room."""
+    queries = end - BQ + gl.arange(0, BQ, layout=gl.BlockedLayout([BQ // 32], [32], [1], [0]))
+    there = queries >= at
+    first, stop = runs
+    first = gl.load(first + queries, mask=there, other=0) - key
+    stop = gl.load(stop + queries, mask=there, other=0) - key
+    first = gl.minimum(gl.maximum(first, 0), CONSUMERS * ROWS)
+    stop = gl.minimum(gl.maximum(stop, 0), CONSUMERS * ROWS)
+    buf.reshape([BQ]).store(first * 65536 + stop - first)
+
+
+@gluon.jit
+def produce(pipe, q_desc, dout_desc, numbers, k_desc, v_desc, blocks, inside, sizes, SECTION: gl.constexpr):
+    """Loads the operands of this program's blocks, until there are no more. numbers: of queries: descriptors of lse and
+    along, and the runs of keys that they see."""
     rows, heads, group = sizes
+    lse_desc, along_desc, runs = numbers
     BQ: gl.constexpr = pipe.BQ
     OF_Q: gl.constexpr = pipe.PARTS * q_desc.nbytes_per_cta + lse_desc.nbytes_per_cta
     OF_DOUT: gl.constexpr = pipe.V_PARTS * dout_desc.nbytes_per_cta + along_desc.nbytes_per_cta
@@ -159,7 +177,7 @@ def produce(
     while t < rows * heads:
         following = start_fetch_add(blocks + FIELDS * rows)
         values = load_block(blocks, t, rows, heads, SECTION)
-        row, number, left, right, steps, head = values
+        key, number, left, right, steps, head = values
         mbarrier.wait(pipe.keys_empty.index(0), keys_phase)
         keys_phase ^= 1
         write_block(pipe, values)
@@ -167,7 +185,7 @@ def produce(
         OF_KEYS: gl.constexpr = pipe.PARTS * k_desc.nbytes_per_cta + pipe.V_PARTS * v_desc.nbytes_per_cta
         mbarrier.expect(keys_full, CONSUMERS * OF_KEYS)
         for n in gl.static_range(CONSUMERS):
-            own = (row + n * ROWS, head)
+            own = (key + n * ROWS, head)
             load_parts(k_desc, parts_of(pipe.k, n, pipe.PARTS), keys_full, own)
             load_parts(v_desc, parts_of(pipe.v, n, pipe.V_PARTS), keys_full, own)
         tiles = (number, left, right, steps, bounds)
@@ -178,6 +196,8 @@ def produce(
                 box = (at, end - BQ - at, q_head)
                 full = pipe.q_full.index(q_s)
                 mbarrier.wait(pipe.q_empty.index(q_s), q_phase)
+                if step < left + right:
+                    write_runs(pipe.runs.index(q_s), runs, key, at, end, BQ)
                 mbarrier.expect(full, OF_Q + OF_DOUT if BOTH else OF_Q)
                 load_parts(q_desc, parts_of(pipe.q, q_s, pipe.PARTS), full, box)
                 tma.async_load(lse_desc, [q_head, row], full, pipe.lse.index(q_s))
@@ -203,23 +223,11 @@ def numbers_of(buf, s, BQ: gl.constexpr):
 
 
 @gluon.jit
-def seen_from(keys, row, runs, BQ: gl.constexpr):
-    """Which of a tile's queries see each key."""
-    queries = row + gl.arange(0, BQ, layout=gl.SliceLayout(0, accumulator(BQ)))
-    first = gl.load(runs[0] + queries)
-    stop = gl.load(runs[1] + queries)
-    return (first[None, :] <= keys[:, None]) & (keys[:, None] < stop[None, :])
-
-
-@gluon.jit
 def add_tiles(
-    pipe, sums, places, tiles, span, last, rows, SCALE: gl.constexpr, CAP: gl.constexpr, MASKED: gl.constexpr,
-    WHICH: gl.constexpr,
+    pipe, sums, places, span, last, SCALE: gl.constexpr, CAP: gl.constexpr, MASKED: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
-    """Steps span[0] to span[1] - 1 of one head. last: the steps of the block's last head, 0 for the others. rows: the
-    keys, and where each query's runs of keys are."""
+    """Steps span[0] to span[1] - 1 of one head. last: the steps of the block's last head, 0 for the others."""
     dk, dv = sums
-    keys, runs = rows
     q_s, q_phase, dout_s, dout_phase = places
     BQ: gl.constexpr = pipe.BQ
     for step in range(span[0], span[1]):
@@ -241,11 +249,12 @@ def add_tiles(
             scores = warpgroup_mma_wait(0, deps=[scores])
         shares = capped(scores, CAP)
         scores = shares * SCALE - numbers_of(pipe.lse, q_s, BQ)
+        if MASKED:  # behind: key - first, in the upper half of a word
+            keys = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BQ)))
+            runs = numbers_of(pipe.runs, q_s, BQ)
+            scores = masked(scores, (keys * 65536 + 65535)[:, None] - runs, runs << 16)
         if not pipe.DK:
             mbarrier.arrive(pipe.q_empty.index(q_s), count=1)
-        if MASKED:
-            row, _, _ = tile_of(step, tiles, BQ)
-            scores = gl.where(seen_from(keys, row, runs, BQ), scores, LOW)
         p = gl.exp2(scores)
         if pipe.DV:
             of_values = as_operand(p, pipe.dout.dtype, pipe.V)
@@ -279,26 +288,21 @@ def add_tiles(
 
 @gluon.jit
 def consume(
-    pipe, dk_desc, dv_desc, runs, inside, group, SCALE: gl.constexpr, CAP: gl.constexpr, FACTOR: gl.constexpr,
-    WHICH: gl.constexpr,
+    pipe, dk_desc, dv_desc, group, SCALE: gl.constexpr, CAP: gl.constexpr, FACTOR: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     places = (0, 0, 0, 0)
     keys_phase = 0
-    bounds = (gl.load(inside), gl.load(inside + 1))
     mbarrier.wait(pipe.keys_full.index(0), keys_phase)
-    row, number, left, right, steps, head = read_block(pipe)
+    row, _, left, right, steps, head = read_block(pipe)
     while row >= 0:
         own = row + WHICH * ROWS
-        keys = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(pipe.BQ)))
-        rows = (keys, runs)
-        tiles = (number, left, right, steps, bounds)
-        masked = left + right
+        cut = left + right
         # The compiler drops the sums of a gradient that is not computed.
         sums = (zero_sums(ROWS, pipe.D, pipe.PARTS), zero_sums(ROWS, pipe.V, pipe.V_PARTS))
         for each in range(group):
             last = gl.where(each + 1 == group, steps, 0)
-            sums, places = add_tiles(pipe, sums, places, tiles, (0, masked), last, rows, SCALE, CAP, True, WHICH)
-            sums, places = add_tiles(pipe, sums, places, tiles, (masked, steps), last, rows, SCALE, CAP, False, WHICH)
+            sums, places = add_tiles(pipe, sums, places, (0, cut), last, SCALE, CAP, True, WHICH)
+            sums, places = add_tiles(pipe, sums, places, (cut, steps), last, SCALE, CAP, False, WHICH)
         dk, dv = sums
         tma.store_wait(0)
         if pipe.DK:
@@ -312,7 +316,7 @@ def consume(
             mbarrier.arrive(pipe.keys_empty.index(0), count=1)
         keys_phase ^= 1
         mbarrier.wait(pipe.keys_full.index(0), keys_phase)
-        row, number, left, right, steps, head = read_block(pipe)
+        row, _, left, right, steps, head = read_block(pipe)
     tma.store_wait(0)
 
 
@@ -327,26 +331,23 @@ def packed_attention_dkv_kernel(
     DV: gl.constexpr = dv_desc is not None
     pipe = make_pipeline(k_desc.dtype, D, PARTS, V, V_PARTS, BQ, STAGES, V_STAGES, DK, DV, APART)
     group = sizes[2]
-    runs = (first, end)
-    loads = (pipe, q_desc, dout_desc, lse_desc, along_desc, k_desc, v_desc, blocks, inside, sizes, SECTION)
+    numbers = (lse_desc, along_desc, (first, end))
+    loads = (pipe, q_desc, dout_desc, numbers, k_desc, v_desc, blocks, inside, sizes, SECTION)
     gl.warp_specialize([
-        (consume, (pipe, dk_desc, dv_desc, runs, inside, group, SCALE, CAP, FACTOR, 0)),
-        (consume, (pipe, dk_desc, dv_desc, runs, inside, group, SCALE, CAP, FACTOR, 1)),
+        (consume, (pipe, dk_desc, dv_desc, group, SCALE, CAP, FACTOR, 0)),
+        (consume, (pipe, dk_desc, dv_desc, group, SCALE, CAP, FACTOR, 1)),
         (produce, loads),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def in_tiles(
-    bq: int, inside: jax.Array, first: jax.Array, end: jax.Array, lse: jax.Array, along: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Numbers of rows [..., T] as tiles of bq lie in shared memory [..., tiles * bq]: at the end of their box, which
-    ends where the sequences end. TMA could not load them from there, where rows start at no multiple of 16 bytes."""
-    row = jnp.arange(-(-first.shape[0] // bq) * bq, dtype=jnp.int32)
+def in_tiles(bq: int, inside: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
+    """Numbers of rows [N, T] as tiles of bq lie in shared memory [N, tiles * bq]: at the end of their box, which ends
+    where the sequences end. TMA could not load them from there, where rows start at no multiple of 16 bytes."""
+    row = jnp.arange(-(-numbers[0].shape[1] // bq) * bq, dtype=jnp.int32)
     start = row // bq * bq
     row = row - start + jnp.minimum(start + bq, inside[1]) - bq
-    there = row >= jnp.maximum(start, inside[0])
-    of = lambda x, other: jnp.where(there, jnp.take(x, row, axis=-1, mode="clip"), other)
-    return of(first, 0), of(end, 0), of(lse, jnp.inf), of(along, 0)
+    there = row >= jnp.maximum(start, inside[0])  # the others see no key
+    return [jnp.where(there, jnp.take(x, row, axis=1, mode="clip"), 0) for x in numbers]
 
 
 def gradients_of_keys(
@@ -354,11 +355,11 @@ def gradients_of_keys(
 ) -> tuple[jax.Array, jax.Array]:
     """(dk [S, K, H], dv [S, K, V]). lse, along: of `row_numbers`."""
     q, k, v, first, end, inside, _ = arrays
-    numbers = in_tiles(tiles.bq, inside, first, end, lse, along)
+    numbers = in_tiles(tiles.bq, inside, lse, along)
     (_, N, D), (S, K, V) = q.shape, v.shape
     (columns, part), (values, value_part) = head_columns(D), head_columns(V)
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    boxes_of_numbers = [TensorDescriptor.from_array(x, (1, tiles.bq), layout=flat) for x in numbers[2:]]
+    boxes_of_numbers = [TensorDescriptor.from_array(x, (1, tiles.bq), layout=flat) for x in numbers]
     blocks = key_blocks(first, end, S=S, bq=tiles.bq, bk=tiles.bk)
     scale, cap = scales(spec)
     memory = hopper_memory("dkv", tiles, (D, V))
@@ -373,7 +374,7 @@ def gradients_of_keys(
         products = D + ("dk" in made) * (D + V) + ("dv" in made) * V
         return triton_call(
             window_box(q, tiles.bq, part), window_box(dout, tiles.bq, value_part), *boxes_of_numbers,
-            row_box(k, part), row_box(v, value_part), *numbers[:2], inside,
+            row_box(k, part), row_box(v, value_part), first, end, inside,
             Scratch(jnp.append(blocks.ravel(), jnp.int32(0))), *results.values(),
             kernel=packed_attention_dkv_kernel, name=name, grid=min(cores, blocks.shape[0] * K),
             out_type=tuple(out_struct(x.shape, x.dtype, like=x) for x, _ in map(gradients.__getitem__, made)),

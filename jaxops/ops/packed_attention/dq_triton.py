@@ -23,7 +23,6 @@ from jaxops._lib.gluon.layouts_triton import accumulator
 from jaxops._lib.gluon.stores_triton import tile_layout
 from jaxops._lib.gluon.tile_scheduler_triton import opaque
 from jaxops.ops.packed_attention.fwd_triton import (
-    LOW,
     ROWS,
     as_operand,
     capped,
@@ -73,7 +72,7 @@ def add_tiles(
         scores = shares * SCALE - lse[:, None]
         if MASKED:
             at, end = tile_of(step, tiles, BK)
-            scores = gl.where(seen_keys(at, end, runs, BK), scores, LOW)
+            scores = seen_keys(scores, at, end, runs, BK)
         p = gl.exp2(scores)
         if CAP is not None:
             p *= 1.0 - shares * shares  # the cap's slope

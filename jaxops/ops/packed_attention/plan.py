@@ -243,8 +243,8 @@ def hopper_memory(pass_name: str, tiles: Tiles, widths: tuple[int, int]) -> Hopp
     found = []
     for apart, early in ways:
         staged = stages * (keys + values) - (stages - early) * (values if pass_name == "dq" else min(keys, values))
-        numbers = 8 * stages * looped * (pass_name == "dkv")  # lse and along
-        needed = 2 * (owned * (operands + apart * results) + looped * staged) + numbers + 1024
+        numbers = 12 * stages * looped * (pass_name == "dkv")  # lse, along, runs
+        needed = 2 * (owned * (operands + apart * results) + looped * staged) + numbers + 768
         found.append(HopperMemory(needed, apart, early))
     return next((memory for memory in found if memory.bytes <= HOPPER_SHARED_BYTES), found[-1])
 

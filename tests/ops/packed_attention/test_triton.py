@@ -42,7 +42,7 @@ def test_forward(dim, values, tiles, tmp_path):
     of_sums = [f"m64n{power_of_2(values)}k16.f32.bf16.bf16"] * (tiles.bk // 16)
     once = [*of_scores, *2 * (of_scores + of_sums), *of_sums]
     memory = hopper_memory("fwd", tiles, (dim, values)).bytes
-    check(kernel, 2 * once, 2, memory, tmp_path)
+    check(kernel, 2 * once, 2, memory, tmp_path, 4 if dim == values == 192 else 0)
     assert kernel.shared > memory - 1024
 
 
@@ -50,19 +50,20 @@ def test_forward(dim, values, tiles, tmp_path):
     ("dim", "values", "options", "spilled"),
     [
         (128, 128, {}, [0, 0]),
-        (64, 64, {}, [0, 32]),
+        (64, 64, {}, [0, 0]),
         (128, 64, {}, [0, 0]),
-        (96, 96, {}, [16, 12]),
-        (128, 128, {"soft_cap": 50.0}, [0, 120]),
-        (192, 64, {}, [0, 0]),
+        (96, 96, {}, [16, 32]),
+        (128, 128, {"soft_cap": 50.0}, [0, 88]),
+        (192, 64, {}, [16, 4]),
         (192, 128, {}, [0, 0, 0]),
-        (192, 192, {}, [48, 0, 0]),
-        (256, 256, {}, [44, 132, 4]),
+        (192, 192, {}, [48, 20, 0]),
+        (256, 256, {}, [92, 20, 0]),
     ],
 )
 def test_backward(dim, values, options, spilled, tmp_path):
     """dq multiplies for scores, for products of dout and for its sums in each of two loops; so does dkv, or a launch
-    for dk and one for dv, which has no products of dout. Where sums take half of the registers, some are spilled."""
+    for dk and one for dv, which has no products of dout. Where sums take half of the registers, some are spilled;
+    so are some of the producer's, which has 24, where heads have parts."""
 
     def gradients(q, k, v, offsets):
         call = lambda q, k, v: jaxops.packed_attention(q, k, v, offsets, plan=Plan("triton"), **options)

@@ -180,18 +180,6 @@ def test_other_forms_of_a_layer(form):
     check(op, up_only, places | {"x": P("data"), "logits": P("data")})
 
 
-def test_pieces_of_a_layer():
-    """A piece's weight gradients are added to those of the pieces before."""
-
-    def op(a):
-        pieces = [(a["x"], a["logits"]), (2 * a["x"], jnp.flip(a["logits"], 1))]
-        routings = tuple(jaxops.route(logits, 2) for _, logits in pieces)
-        return jaxops.moe_mlp(tuple(x for x, _ in pieces), a["gate"], a["up"], a["down"], routings)
-
-    sent = check(op, layer_operands(), ROWS)
-    assert [len(dims) for opcode, dims in sent if opcode == "all-reduce"].count(3) == 6
-
-
 def test_a_layer_whose_weights_are_split():
     weights = ("gate", "up", "down")
     sent = check(layer, layer_operands(), ROWS | dict.fromkeys(weights, P(None, "fsdp")))

@@ -39,18 +39,17 @@ from jaxops.ops.permute import check_routing, combine, permute, permute_within_g
 from jaxops.ops.route import Routing, partial_routing
 
 Experts = tuple[jax.Array, ...]  # the weights of gate, up and down; or of both in one and down; or of up and down
-Arrays = tuple[jax.Array, ...]  # one a piece
 
 
 def moe_mlp(
-    x: jax.Array | Arrays, w_gate: jax.Array | Quantized | None, w_up: jax.Array | Quantized | None,
-    w_down: jax.Array | Quantized, routing: Routing | tuple[Routing, ...], *,
+    x: jax.Array, w_gate: jax.Array | Quantized | None, w_up: jax.Array | Quantized | None,
+    w_down: jax.Array | Quantized, routing: Routing, *,
     biases: tuple[jax.Array | None, jax.Array | None, jax.Array | None] | None = None,
     activation: UnitActivation = "silu",
     compute_dtype=None, out_dtype=None, precision: lax.PrecisionLike = None,
     save: Literal["preactivations", "nothing"] = "preactivations", recipe: str | None = None,
     pow2_scales: bool = False, backend: str = "auto", plan: Plan | None = None,
-) -> Any:  # fmt: skip
+) -> jax.Array:  # fmt: skip
     """The experts of a mixture-of-experts layer, from tokens to tokens: with e the expert of token t's choice j,
     `out[t] = sum_j weights[t, j] * (act(x[t] @ w_gate[e]) * (x[t] @ w_up[e])) @ w_down[e]`.
 
@@ -64,10 +63,6 @@ def moe_mlp(
     biases and routing.weights. Deterministic. Rows of `routing` outside all groups contribute nothing, so a device that
     holds some of the experts passes a Routing with its slice of the offsets, and the results are summed over the
     devices.
-
-    Tokens may come in pieces, such as those of one gather each: x and routing are then tuples, and so is the result. A
-    piece's result and its gradient of x depend on no other piece, so collectives of one run beside the products of
-    another. Each piece's weight gradients are added to those of the pieces before inside the product.
 
     With an FP8 `recipe` all products are in FP8 as those of `jaxops.fp8_grouped_matmul`, with gate and up as one matrix
     [E, D, 2 F]: tokens are cast once, then copied to their experts' rows or gathered by the first product; the
@@ -93,12 +88,12 @@ def moe_mlp(
     Array([ 1., 40.,  9.], dtype=float32)
 
     Args:
-      x: [T, D], bfloat16, float16 or float32; or a tuple of pieces, of one dtype and any T each.
+      x: [T, D], bfloat16, float16 or float32.
       w_gate, w_up: [E, D, F]; dtype of x unless compute_dtype is given. Or w_up is None and w_gate [E, D, 2 F],
         gate's columns before up's; or w_gate is None. Or all three weights are `Quantized` with 128x128 scales, by
         `Quantized.from_deepseek`.
       w_down: [E, F, N], dtype of w_gate.
-      routing: of the T tokens to E experts, from `jaxops.route`; a tuple of one a piece, with equal k.
+      routing: of the T tokens to E experts, from `jaxops.route`.
       biases: None, or one for each of w_gate, w_up and w_down (or None): [E, its columns], of any of the dtypes, added
         in float32. With one array of weights `([E, 2 F], None, [E, N])`. Their gradients are summed in float32.
       activation: as in `jaxops.grouped_glu`; "swiglu_oai" needs a gate.
@@ -117,7 +112,7 @@ def moe_mlp(
       plan: a `Plan`, instead of the one made of the ops' own plans.
 
     Returns:
-      [T, N] in out_dtype; a tuple for pieces.
+      [T, N] in out_dtype.
 
     Raises:
       ValueError: shapes that do not fit together, an unknown activation, save, recipe or backend; precision with a
@@ -139,16 +134,14 @@ def moe_mlp(
     shape = _check_weights(given)
     experts, form = tuple(w for w in given.values() if w is not None), _form(w_gate, w_up)
     stored = isinstance(w_down, Quantized)
-    xs: Arrays = x if isinstance(x, tuple) else (x,)
-    routings = _check_pieces(xs, routing if isinstance(x, tuple) else (routing,), shape)
-    out = float_dtype("out_dtype", xs[0].dtype if out_dtype is None else out_dtype)
+    routing = _check_tokens(x, routing, shape)
+    out = float_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype)
     act: str = activation_name(activation, unit=True)
     if act == "swiglu_oai" and form == "alone":
         raise ValueError("activation='swiglu_oai' is a unit of gate and up, and w_gate is None: pass w_gate.")
     check_choice("save", save, SAVES)
-    # One plan for all pieces, made for the largest.
-    sizes = (max(x.shape[0] for x in xs), routings[0].row_positions.shape[1], *shape)
-    device = device_of(xs, w_down, routings)
+    sizes = (*routing.row_positions.shape, *shape)
+    device = device_of(x, w_down, routing)
     if check_flag("pow2_scales", pow2_scales) and recipe is None:
         raise ValueError("pow2_scales=True needs an FP8 recipe, such as recipe='blockwise'.")
     if stored and recipe is not None:
@@ -161,29 +154,25 @@ def moe_mlp(
         _check_fp8("Quantized weights have" if stored else f"recipe={recipe!r} has", form, act, biases)
         fp8_recipe = check_grouped_recipe("blockwise" if stored else recipe)
         fp8_recipe = fp8_recipe.with_pow2_scales() if pow2_scales else fp8_recipe
-        compute = float_dtype("compute_dtype", xs[0].dtype if compute_dtype is None else compute_dtype)
+        compute = float_dtype("compute_dtype", x.dtype if compute_dtype is None else compute_dtype)
         rows = tuned_rows("fp8_matmul", device, "permute")
         plan = make_plan(
             Problem(*sizes, compute.name, fp8_recipe.name, stored), device, rows, backend=backend, plan=plan
         )
-        spec = fp8.Fp8Spec(plan, act, save, compute, out, xs[0].dtype, w_dtype, recipe=fp8_recipe)
+        spec = fp8.Fp8Spec(plan, act, save, compute, out, x.dtype, w_dtype, recipe=fp8_recipe)
         run = mlp_stored if stored else fp8.mlp_fp8
         if plan.backend != "xla":
-            xs = warn_if_split("moe_mlp in FP8", *xs)
-        outs = tuple(
-            jnp.zeros((x.shape[0], shape[-1]), out) if 0 in (*x.shape, *sizes)
-            else run(spec, *vary_together(x, experts, routing))
-            for x, routing in zip(xs, routings, strict=True)
-        )  # fmt: skip
-        return outs if isinstance(x, tuple) else outs[0]
+            (x,) = warn_if_split("moe_mlp in FP8", x)
+        if 0 in sizes:
+            return jnp.zeros((x.shape[0], shape[-1]), out)
+        return run(spec, *vary_together(x, experts, routing))
     first = "w_up" if w_gate is None else "w_gate"
-    compute = compute_dtype_of("x", xs[0], first, experts[0], compute_dtype, "the weights' gradients stay")
+    compute = compute_dtype_of("x", x, first, experts[0], compute_dtype, "the weights' gradients stay")
     precision, compute = resolve_precision(precision, compute)
     rows = tuned_rows("grouped_matmul", device, "grouped_glu", "permute")
     plan = make_plan(Problem(*sizes, compute.name, form=form), device, rows, backend=backend, plan=plan)
-    spec = Spec(plan, act, save, compute, out, xs[0].dtype, w_dtype, precision, form)
-    outs = _mlp(spec, *vary_together(xs, experts, check_biases(biases, given), routings))
-    return outs if isinstance(x, tuple) else outs[0]
+    spec = Spec(plan, act, save, compute, out, x.dtype, w_dtype, precision, form)
+    return _mlp(spec, *vary_together(x, experts, check_biases(biases, given), routing))
 
 
 def _form(w_gate: Any, w_up: Any) -> Any:
@@ -202,29 +191,16 @@ def _check_fp8(what: str, form: str, activation: str, biases: Any) -> None:
         raise NotImplementedError(f"{what} no unit 'swiglu_oai': leave recipe out, or write it between products.")
 
 
-def _check_pieces(xs: Arrays, routings: Any, shape: tuple[int, ...]) -> tuple[Routing, ...]:
-    """The parts of the routings that the op reads, checked against x and the weights' E, D, F, N."""
+def _check_tokens(x: jax.Array, routing: Any, shape: tuple[int, ...]) -> Routing:
+    """The parts of the routing that the op reads, checked against x and the weights' E, D, F, N."""
     E, D, F, _ = shape
-    if not isinstance(routings, tuple):
-        raise TypeError(f"x is a tuple and routing is {type_name(routings)}; pass a tuple of a Routing a piece.")
-    check_size("len(routing)", len(routings), "the number of pieces of x", len(xs))
-    if not xs:
-        raise ValueError("x is an empty tuple; pass an array, or a tuple of at least one.")
-    checked = []
-    for x, routing in zip(xs, routings, strict=True):
-        check_float("x", x, "[T, D]")
-        check_size("D of x (its columns)", x.shape[1], f"D of w_gate {(E, D, F)}", D)
-        own = check_routing(routing)
-        T, k = own.row_positions.shape
-        offsets = own.group_offsets.shape[0]
-        check_size("len(routing.group_offsets)", offsets, "w_gate.shape[0] + 1 (E experts have E + 1 offsets)", E + 1)
-        check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
-        if x.dtype != xs[0].dtype:
-            raise TypeError(f"a piece of x is {x.dtype} and the first one {xs[0].dtype}: cast one of them.")
-        if checked and k != (first := checked[0].row_positions.shape[1]):
-            raise ValueError(f"a piece of routing has k={k} and the first one k={first}: all pieces need the same k.")
-        checked.append(own)
-    return tuple(checked)
+    check_float("x", x, "[T, D]")
+    check_size("D of x (its columns)", x.shape[1], f"D of w_gate {(E, D, F)}", D)
+    own = check_routing(routing)
+    offsets = own.group_offsets.shape[0]
+    check_size("len(routing.group_offsets)", offsets, "w_gate.shape[0] + 1 (E experts have E + 1 offsets)", E + 1)
+    check_size("x's number of rows", x.shape[0], "T of routing.row_positions", own.row_positions.shape[0])
+    return own
 
 
 def _check_weights(given: dict[str, Any]) -> tuple[int, int, int, int]:
@@ -298,17 +274,14 @@ def _down(spec: Spec, h: jax.Array, w_down: jax.Array, bias: jax.Array | None, r
 _SAVED = {"two": ("gate", "up"), "joined": ("gate_up",), "alone": ("up",)}
 
 
-def _fwd(spec: Spec, xs: Arrays, experts: Experts, biases: Biases, routings: tuple[Routing, ...]):
-    xs = tuple(named_cast(x, spec.compute_dtype, "moe_mlp.x") for x in xs)
-    cast, out, pres = _cast(spec, experts), [], []
-    for x, routing in zip(xs, routings, strict=True):
-        y, pre = _layer(spec, spec.save == "preactivations", x, cast, biases, routing)
-        named = zip(pre, _SAVED[spec.form], strict=bool(pre))
-        pres.append(tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in named))
-        out.append(checkpoint_name(y, "moe_mlp.out"))
+def _fwd(spec: Spec, x: jax.Array, experts: Experts, biases: Biases, routing: Routing):
+    x = named_cast(x, spec.compute_dtype, "moe_mlp.x")
+    y, pre = _layer(spec, spec.save == "preactivations", x, _cast(spec, experts), biases, routing)
+    named = zip(pre, _SAVED[spec.form], strict=bool(pre))
+    pre = tuple(checkpoint_name(half, f"moe_mlp.{name}") for half, name in named)
     # The backward casts the weights again. In one program XLA makes one cast of both; a scan over layers would stack
     # what is cast, a second copy of all layers' weights, and has the float32 ones anyway.
-    return tuple(out), (xs, experts, biases, tuple(pres), routings)
+    return checkpoint_name(y, "moe_mlp.out"), (x, experts, biases, pre, routing)
 
 
 def _cast(spec: Spec, experts: Experts) -> Experts:
@@ -318,7 +291,7 @@ def _cast(spec: Spec, experts: Experts) -> Experts:
 def _layer_of_part(
     spec: Spec, part: Part, save: bool, x: jax.Array, experts: Experts, biases: Biases, routing: Routing
 ) -> Any:
-    """The result of a piece, and with save its pre-activations."""
+    """The result, and with save the pre-activations."""
     if part.first("f") is not None:  # a sum over devices is rounded once
         spec = dataclasses.replace(spec, out_dtype=jnp.dtype("float32"))
     h, pre = _up(spec, save, x, experts, biases, routing)
@@ -336,48 +309,32 @@ def _forward(spec: Spec, *operands) -> Any:
     return _fwd(dataclasses.replace(spec, save="nothing"), *operands)[0]
 
 
-def _bwd(spec: Spec, residuals, douts: Arrays):
-    xs, experts, *others = residuals
+def _bwd(spec: Spec, residuals, dout: jax.Array):
+    x, experts, *others = residuals
     # Not before dout exists: XLA would share the rows' copy or the products with the forward, and keep them.
-    pairs = [lax.optimization_barrier(pair) for pair in zip(xs, douts, strict=True)]
-    xs, douts = zip(*pairs, strict=True)
-    dxs, dexperts, dbiases, dweights = _gradients(spec, xs, _cast(spec, experts), *others, douts)
-    routings = tuple(partial_routing(weights=d) for d in dweights)
-    return tuple(dx.astype(spec.x_dtype) for dx in dxs), dexperts, dbiases, routings
+    x, dout = lax.optimization_barrier((x, dout))
+    dx, dexperts, dbiases, dweights = _gradients(spec, x, _cast(spec, experts), *others, dout)
+    return dx.astype(spec.x_dtype), dexperts, dbiases, partial_routing(weights=dweights)
 
 
 _mlp = differentiable(_forward, _fwd, _bwd, static=1)
 
 
 def _backward(
-    spec: Spec, xs: Arrays, experts: Experts, biases: Biases, pres, routings: tuple[Routing, ...], douts: Arrays
-) -> Any:
-    """The gradients of xs, in the compute dtype, of the experts' weights and biases, in their own, and of the router's
-    weights."""
-    # Sums over pieces are rounded once.
-    dtype = spec.w_dtype if len(xs) == 1 else jnp.dtype("float32")
-    dexperts: tuple[Any, ...] = (None,) * len(experts)
-    dbiases: tuple[Any, ...] = tuple(None if b is None else 0.0 for b in biases)
-    dxs, dweights = [], []
-    for x, pre, routing, dout in zip(xs, pres, routings, douts, strict=True):
-        call = functools.partial(_backward_of_piece, spec, dtype)
-        piece = backward_of_tokens(call, spec.form, x, experts, biases, pre, routing, dout, dexperts)
-        dx, dexperts, of_piece, d = piece
-        dbiases = jax.tree.map(jnp.add, dbiases, of_piece)
-        dxs.append(dx)
-        dweights.append(d)
-    dbiases = jax.tree.map(lambda d, bias: d.astype(bias.dtype), dbiases, biases)
-    return tuple(dxs), tuple(d.astype(spec.w_dtype) for d in dexperts), dbiases, tuple(dweights)
-
-
-def _backward_of_piece(
-    spec: Spec, dtype: jnp.dtype, part: Part, x: jax.Array, experts: Experts, biases: Biases, pre, routing: Routing,
-    dout: jax.Array, sums: Any,
+    spec: Spec, x: jax.Array, experts: Experts, biases: Biases, pre, routing: Routing, dout: jax.Array
 ) -> Any:  # fmt: skip
-    """sums: the experts' gradients so far, in dtype, to which this piece's are added; each None for the first piece."""
-    if (first := part.first("m")) is not None:
-        dtype = jnp.dtype("float32")
-        sums = tuple(None if before is None else jnp.where(first, before, 0) for before in sums)
+    """The gradients of x, in the compute dtype, of the experts' weights and biases, in their own, and of the router's
+    weights."""
+    call = functools.partial(_backward_of_part, spec)
+    dx, dexperts, dbiases, dweights = backward_of_tokens(call, spec.form, x, experts, biases, pre, routing, dout)
+    dbiases = jax.tree.map(lambda d, bias: d.astype(bias.dtype), dbiases, biases)
+    return dx, tuple(d.astype(spec.w_dtype) for d in dexperts), dbiases, dweights
+
+
+def _backward_of_part(
+    spec: Spec, part: Part, x: jax.Array, experts: Experts, biases: Biases, pre, routing: Routing, dout: jax.Array
+) -> Any:  # fmt: skip
+    dtype = spec.w_dtype if part.first("m") is None else jnp.dtype("float32")  # sums over devices are rounded once
     unit, down, copies, offsets = spec.plan.unit, spec.plan.down, spec.plan.rows, routing.group_offsets
     products = unit if spec.form == "alone" else unit.products
     # make_plan fills them
@@ -394,20 +351,18 @@ def _backward_of_piece(
     if biases[-1] is not None:
         dweights += products_with_bias(dout, biases[-1], routing, spec.precision)
     wgrad = functools.partial(grouped_wgrad, group_offsets=offsets, precision=spec.precision, out_dtype=dtype)
-    dw_down = wgrad(h, dy, accumulate_into=sums[-1], plan=down)
+    dw_down = wgrad(h, dy, plan=down)
     _, rows_to_tokens = jax.vjp(lambda x: permute(x, routing, plan=copies), x)
     options: dict[str, Any] = {"transpose_rhs": True, "precision": spec.precision, "plan": products.swapped}
     (dx,) = rows_to_tokens(grouped_matmul_sum(tuple(dpre), experts[:-1], offsets, **options))
     # Copy x's rows only after the last use of dy's rows and of the rows of x's gradient: less memory at the peak.
     _, _, x = lax.optimization_barrier((dw_down, dx, x))
     rows = to_rows(x)
-    pairs = zip(dpre, sums[:-1], strict=True)
-    dexperts = (wgrad(rows, d, accumulate_into=before, plan=products) for d, before in pairs)
-    return dx, (*dexperts, dw_down), tuple(dbiases), dweights
+    return dx, (*(wgrad(rows, d, plan=products) for d in dpre), dw_down), tuple(dbiases), dweights
 
 
 def _down_and_unit_bwd(
-    spec: Spec, dy: jax.Array, w_down: jax.Array, pre: Arrays, routing: Routing
+    spec: Spec, dy: jax.Array, w_down: jax.Array, pre: Experts, routing: Routing
 ) -> tuple[jax.Array, ...]:
     """As `unit_bwd_xla`, from dy, the down projection's cotangent before the router's weights."""
     offsets, weights, down, fused = routing.group_offsets, weights_of_rows(routing), spec.plan.down, spec.plan.fused
@@ -424,21 +379,18 @@ def _down_and_unit_bwd(
 
 
 def _plain_backward(
-    spec: Spec, xs: Arrays, experts: Experts, biases: Biases, _, routings: tuple[Routing, ...], douts: Arrays
-) -> Any:
+    spec: Spec, x: jax.Array, experts: Experts, biases: Biases, _, routing: Routing, dout: jax.Array
+) -> Any:  # fmt: skip
     """Made of the forward's ops, which have gradients of any order. The pre-activations are recomputed."""
 
-    def forward(xs, experts, biases, weights):
-        outs = []
-        for x, routing, own in zip(xs, routings, weights, strict=True):
-            routing = dataclasses.replace(routing, weights=own)
-            h, _ = _up_plain(spec, False, x, experts, biases, routing)
-            outs.append(_down(spec, h, experts[-1], biases[-1], routing))
-        return tuple(outs)
+    def forward(x, experts, biases, weights):
+        own = dataclasses.replace(routing, weights=weights)
+        h, _ = _up_plain(spec, False, x, experts, biases, own)
+        return _down(spec, h, experts[-1], biases[-1], own)
 
-    _, vjp = jax.vjp(forward, xs, experts, biases, tuple(routing.weights for routing in routings))
-    dxs, dexperts, dbiases, dweights = vjp(douts)
-    return dxs, tuple(d.astype(spec.w_dtype) for d in dexperts), dbiases, dweights
+    _, vjp = jax.vjp(forward, x, experts, biases, routing.weights)
+    dx, dexperts, dbiases, dweights = vjp(dout)
+    return dx, tuple(d.astype(spec.w_dtype) for d in dexperts), dbiases, dweights
 
 
 _gradients = differentiable_as(_backward, _plain_backward, static=1)

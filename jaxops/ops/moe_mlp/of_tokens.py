@@ -45,20 +45,20 @@ def forward_of_tokens(
 
 def backward_of_tokens(
     call: Callable, form: str, x: jax.Array, experts: Tensors, biases: Tensors, pre: tuple, routing: Routing,
-    dout: jax.Array, sums: Tensors,
+    dout: jax.Array,
 ) -> Any:  # fmt: skip
-    """`call(part, x, experts, biases, pre, routing, dout, sums)`: the gradients of x, the experts, the biases and the
+    """`call(part, x, experts, biases, pre, routing, dout)`: the gradients of x, the experts, the biases and the
     router's weights."""
 
-    def of_part(part: Part, x, up, down, biases, pre, dout, sums, sum_down, *fields: jax.Array) -> dict[str, Any]:
+    def of_part(part: Part, x, up, down, biases, pre, dout, *fields: jax.Array) -> dict[str, Any]:
         pre, routing = () if part.several else _by_row(pre), _own(part, T, fields)
-        dx, dexperts, dbiases, d = call(part, x, (*up, down), biases, pre, routing, dout, (*sums, sum_down))
+        dx, dexperts, dbiases, d = call(part, x, (*up, down), biases, pre, routing, dout)
         return {"x": dx, "down": dexperts[-1], "weights": d} | _named("up", dexperts[:-1]) | _named("bias", dbiases)
 
     T, (up, down, halves) = x.shape[0], _axes(form, biases)
     choices = _by_choice(pre, routing.row_positions.shape)
-    operands = x, experts[:-1], experts[-1], biases, choices, dout, sums[:-1], sums[-1], *_fields(routing)
-    axes = "m.", up, down, "..", f"{halves}!", "m.", up, down, *_ROUTING
+    operands = x, experts[:-1], experts[-1], biases, choices, dout, *_fields(routing)
+    axes = "m.", up, down, "..", f"{halves}!", "m.", *_ROUTING
     results = {"x": "m.", "down": down, "weights": "m.", "up0": up, "up1": up}
     results |= dict.fromkeys(("bias0", "bias1", "bias2"), "..")
     made = partitioned(of_part, operands, axes, results, split="mf")

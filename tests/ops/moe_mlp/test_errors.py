@@ -52,9 +52,6 @@ JOINED = {"w_gate": zeros(E, D, 2 * F), "w_up": None}
 STORED = {"w_gate": stored(E, D, F), "w_up": stored(E, D, F), "w_down": stored(E, F, N)}
 # What differs from the arguments above, the error, and what its message must name.
 ERRORS = [
-    ({"x": (zeros(T, D),)}, TYPES, r"x is a tuple and routing is a Routing.*a Routing a piece"),
-    ({"x": (), "routing": ()}, SHAPES, r"x is an empty tuple"),
-    ({"x": (zeros(T, D),), "routing": 2 * (ROUTING,)}, SHAPES, r"len\(routing\)"),
     ({"w_gate": None, "w_up": None}, SHAPES, r"w_gate and w_up are None; pass both, or w_up alone"),
     ({"w_up": None}, SHAPES, r"w_down .*E, F = 3, 3, as w_gate, \[E, D, 2 F\] without w_up, is \(3, 4, 6\)"),
     (JOINED | {"w_gate": zeros(E, D, 7)}, SHAPES, r"w_gate has shape \(3, 4, 7\); without w_up .* an even number"),

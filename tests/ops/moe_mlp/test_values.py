@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxops
 from jaxops._lib.numerics.activations import ACTIVATIONS
 from tests.arrays import put
 from tests.compare import assert_close
@@ -19,7 +18,6 @@ from tests.ops.moe_mlp.cases import (
     QUICK,
     RUNS,
     SHARD,
-    WEIGHTS,
     Variant,
     check,
     check_values,
@@ -195,37 +193,6 @@ def test_shards_add_up(run):
     whole = compiled(run, SHARD)(case)
     check_values({name: sum(part[name] for part in found) for name in NAMES}, whole, SHARD)
     assert not any(np.asarray(values).any() for values in found[-1].values())
-
-
-@pytest.mark.parametrize(
-    ("run", "w_dtype"),
-    [("xla", "bfloat16"), *(pytest.param("gpu", w, marks=pytest.mark.gpu) for w in ("float32", "bfloat16"))],
-)
-def test_pieces(run, w_dtype):
-    """Of 13 tokens in pieces of 5, 1 and 7: results and gradients are those of all tokens in one piece. Weights'
-    gradients are added in float32, whatever their dtype; and biases'."""
-    v = dataclasses.replace(SHARD, first=0, last=None, biased=BIASES)
-    case, logits = clean(make_case(v)), put(np.random.default_rng(3).normal(size=(v.T, v.E)), jnp.float32)
-    experts = tuple(case[name].astype(w_dtype) for name in (*WEIGHTS, *BIASES))
-    x, cuts = case["x"].astype("float32"), (5, 6)
-
-    def whole(x, logits, *experts):
-        return mlp(v, run, x, *experts[:3], jaxops.route(logits, v.k), experts[3:], compute_dtype="float32")
-
-    def in_pieces(x, logits, *experts):
-        routings = tuple(jaxops.route(some, v.k) for some in jnp.split(logits, cuts))
-        ys = mlp(v, run, tuple(jnp.split(x, cuts)), *experts[:3], routings, experts[3:], compute_dtype="float32")
-        return jnp.concatenate(ys)
-
-    def results(f, *operands):
-        y, vjp = jax.vjp(f, *operands)
-        return y, *vjp(case["dout"].astype(y.dtype))
-
-    got, want = (jax.jit(functools.partial(results, f))(x, logits, *experts) for f in (in_pieces, whole))
-    names = ("y", "dx", "dlogits", *WEIGHTS, *BIASES)
-    for name, ours, wanted in zip(names, got, want, strict=True):
-        assert ours.dtype == wanted.dtype, name
-        assert_close(ours, wanted, "bfloat16" if ours.dtype == jnp.bfloat16 else "float32", name)
 
 
 @pytest.mark.parametrize("run", QUICK)

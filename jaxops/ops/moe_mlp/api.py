@@ -140,7 +140,8 @@ def moe_mlp(
     if act == "swiglu_oai" and form == "alone":
         raise ValueError("activation='swiglu_oai' is a unit of gate and up, and w_gate is None: pass w_gate.")
     check_choice("save", save, SAVES)
-    sizes = (*routing.row_positions.shape, *shape)
+    T, k = routing.row_positions.shape
+    sizes = (T, k, *shape)
     device = device_of(x, w_down, routing)
     if check_flag("pow2_scales", pow2_scales) and recipe is None:
         raise ValueError("pow2_scales=True needs an FP8 recipe, such as recipe='blockwise'.")
@@ -164,7 +165,7 @@ def moe_mlp(
         if plan.backend != "xla":
             (x,) = warn_if_split("moe_mlp in FP8", x)
         if 0 in sizes:
-            return jnp.zeros((x.shape[0], shape[-1]), out)
+            return jnp.zeros((T, shape[-1]), out)
         return run(spec, *vary_together(x, experts, routing))
     first = "w_up" if w_gate is None else "w_gate"
     compute = compute_dtype_of("x", x, first, experts[0], compute_dtype, "the weights' gradients stay")

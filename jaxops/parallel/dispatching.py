@@ -69,7 +69,7 @@ def dispatch(
 
     Differentiable (reverse mode, any order) in x and routing.weights: gradients take the way of `collect`, sums are
     float32 and rounded once. How many rows go where is known on the devices only: no host sync, and new routings
-    compile nothing. Deterministic.
+    compile nothing. Deterministic. All devices of the mesh must come to the call, as to a collective.
 
     Args:
       x: [T, D] this device's tokens, bfloat16, float16 or float32; T is equal on all devices.

@@ -18,6 +18,7 @@ from jaxops.parallel.sending_mosaic import IN_A_ROW
 
 # Two H200s, 67 MB to the other one: 192 us, with 64 programs and chunks of 32 KB 245 (2026-11-29).
 PROGRAMS, SHARES, SLOTS, CHUNK_BYTES = 128, 64, 4, 16_384
+SHARED_BYTES = 220_000  # of a program, at the most
 
 
 def send_runs(
@@ -33,8 +34,9 @@ def send_runs(
     columns = [x.shape[1] for x in operands]
     # Copies are multiples of 128 bytes.
     operands = tuple(jnp.pad(x, ((0, 0), (0, -x.shape[1] % (128 // x.dtype.itemsize)))) for x in operands)
-    width = max(x.shape[1] * x.dtype.itemsize for x in operands)
-    rows = max(1, min(CHUNK_BYTES // width, S, R))  # of a chunk
+    widths = [x.shape[1] * x.dtype.itemsize for x in operands]
+    rows = max(1, min(CHUNK_BYTES // max(widths), S, R))  # of a chunk
+    slots = max(1, min(SLOTS, SHARED_BYTES // sum(widths)))  # fewer for rows that are wider than a chunk
 
     def body(*refs):
         x_refs, refs = refs[: len(operands)], refs[len(operands) :]
@@ -74,8 +76,8 @@ def send_runs(
             end = begin + each + (number < more).astype(jnp.int32)
 
             def one(chunk, sent):
-                slot = lax.rem(sent, jnp.int32(SLOTS))
-                plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+                slot = lax.rem(sent, jnp.int32(slots))
+                plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
 
                 @pl.when(whole)
                 def _():
@@ -116,8 +118,8 @@ def send_runs(
         kernel,
         out_type=out_type,
         scratch_types=[
-            *(plgpu.SMEM((SLOTS, rows, x.shape[1]), x.dtype) for x in operands),
-            plgpu.Barrier(num_arrivals=len(operands), num_barriers=SLOTS),
+            *(plgpu.SMEM((slots, rows, x.shape[1]), x.dtype) for x in operands),
+            plgpu.Barrier(num_arrivals=len(operands), num_barriers=slots),
             plgpu.SMEM((1,), jnp.int32),
         ],
         grid=(PROGRAMS,),

@@ -84,9 +84,9 @@ def test_leading_axes():
     np.testing.assert_array_equal(y.reshape(-1, D), flat)
 
 
-@pytest.mark.parametrize("gather", [False, True])
-def test_what_a_token_that_does_not_count_holds_reaches_no_gradient(gather):
-    layer = make(expert_axis="expert" if gather else None, gather_tokens=gather)
+@pytest.mark.parametrize("exchange", [(), ("gather_tokens",), ("send_tokens",)])
+def test_what_a_token_that_does_not_count_holds_reaches_no_gradient(exchange):
+    layer = make(expert_axis="expert" if exchange else None, **dict.fromkeys(exchange, True))
     x, mask = tokens(), jnp.arange(T) % 3 > 0
     graphdef, params = nnx.split(layer)
 
@@ -96,7 +96,7 @@ def test_what_a_token_that_does_not_count_holds_reaches_no_gradient(gather):
 
     mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
     gradients = jax.grad(loss, (0, 1))
-    if gather:  # one device has all tokens and experts
+    if exchange:  # one device has all tokens and experts
         gradients = jax.shard_map(gradients, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     of_zeros, of_nans = (jax.jit(gradients)(params, jnp.where(mask[:, None], x, at)) for at in (0, jnp.nan))
     jax.tree.map(np.testing.assert_array_equal, of_zeros, of_nans)

@@ -25,7 +25,7 @@ from jaxops.nn.grouped_linear import default_kernel_init
 from jaxops.nn.router import Router
 from jaxops.ops.grouped_glu import UnitActivation, activation_name
 from jaxops.ops.moe_mlp import moe_mlp
-from jaxops.ops.route import Routing
+from jaxops.ops.route import Routing, route_choices
 from jaxops.parallel import Dispatched, add_own_rows, collect, dispatch, gather_parts, gather_pieces
 
 
@@ -67,8 +67,8 @@ class MoE(nnx.Module):
       down: [num_experts, hidden_features, in_features], likewise.
       gate_bias, up_bias, down_bias: [num_experts, columns], likewise; None without use_bias.
       received_rows: with send_tokens, how many tokens a device has room for, as `rows` of `jaxops.parallel.dispatch`;
-        None, all devices', unless you set it. The returned routing marks what is dropped as beyond a capacity is: its
-        row_positions are T * k, its weights 0.
+        None, all devices', unless you set it before `nnx.split`. Dropped choices have no row in the returned routing,
+        as beyond a capacity; its load counts them.
 
     Args:
       num_experts: experts E, of all devices together.
@@ -167,7 +167,7 @@ class MoE(nnx.Module):
         Raises:
           ValueError: x or mask of another shape, a router with another number of experts, a share of the experts that
             does not fit expert_axis, a call outside of `jax.shard_map` with expert_axis, a router that cannot have
-            send_tokens.
+            send_tokens, received_rows without it.
           TypeError: dtypes that the kernels do not multiply; a mask that is not bool; the router's result is no
             `jaxops.Routing`.
         """
@@ -184,10 +184,12 @@ class MoE(nnx.Module):
             split = f"this device has {gate.shape[0]} of num_experts={self.num_experts} experts, and "
             split += f"expert_axis={self.expert_axis!r} has {devices} devices"
             raise ValueError(f"{split}: split the first axis of gate, up and down evenly over expert_axis.")
+        if self.received_rows is not None and not self.send_tokens:
+            raise ValueError(f"received_rows={self.received_rows} needs send_tokens=True: leave it None.")
         tokens = x.reshape(-1, self.in_features)
         received: Any = None
         if self.send_tokens:
-            received, routing = self._sent(tokens.astype(dtype), mask)
+            received, routing = self._sent(tokens, mask, dtype)
             rows = received.x
         else:
             rows, routing = self._routed(tokens, mask, dtype)
@@ -207,7 +209,7 @@ class MoE(nnx.Module):
         if wide:
             y = lax.psum(y, axis).astype(dtype)
         elif axis is not None:
-            y = add_own_rows([y], axis)[0] if received is None else collect(y, received, axis)
+            y = add_own_rows([y], axis)[0] if received is None else collect(y, received)
         return y.reshape(x.shape), routing
 
     def _biases(self) -> Any:
@@ -234,7 +236,7 @@ class MoE(nnx.Module):
         router = self.router
         return router if isinstance(router, Router) and type(router).__call__ is Router.__call__ else None
 
-    def _sent(self, own: jax.Array, mask: jax.Array | None) -> tuple[Dispatched, Routing]:
+    def _sent(self, tokens: jax.Array, mask: jax.Array | None, dtype: Dtype) -> tuple[Dispatched, Routing]:
         """What this device received, and the routing of own tokens with load and losses of all devices' tokens."""
         axis, scorer = self.expert_axis, self._scorer()
         assert axis is not None  # __init__ checks it
@@ -242,13 +244,16 @@ class MoE(nnx.Module):
         if scorer is None or scorer.capacity is not None:
             needed = "a `Router` without a capacity that does not override `__call__`"
             raise ValueError(f"send_tokens=True needs {needed}: otherwise write gather_tokens=True instead.")
-        logits = scorer.logits(own, mask)
+        logits = scorer.logits(tokens, mask)
         routing = scorer.choose(logits, mask)
-        received = dispatch(own, routing, axis, rows=self.received_rows)
-        weights = jnp.where(received.dropped, 0, routing.weights)
-        positions = jnp.where(received.dropped, routing.row_positions.size, routing.row_positions)
-        routing = scorer.over_devices(routing, logits, mask, axis)
-        return received, dataclasses.replace(routing, weights=weights, row_positions=positions)
+        received = dispatch(tokens.astype(dtype), routing, axis, rows=self.received_rows)
+        counted = scorer.over_devices(routing, logits, mask, axis)
+        if self.received_rows is not None:
+            kept = jnp.where(received.dropped, -1, routing.experts)
+            kept = route_choices(kept, routing.weights, self.num_experts, mask=mask)
+            of_all = {name: getattr(counted, name) for name in ("load", "aux_loss", "z_loss")}
+            counted = dataclasses.replace(kept, **of_all)
+        return received, counted
 
 
 def _routing(router: Callable[..., Routing], tokens: jax.Array, mask: jax.Array | None) -> Routing:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxops._lib.arrays.checks import check_choice, check_exact, check_float, check_integer, check_size
+from jaxops._lib.arrays.checks import check_choice, check_exact, check_float, check_integer, check_size, type_name
 from jaxops._lib.arrays.manual_axes import vary_together
 from jaxops._lib.arrays.pytrees import register
 from jaxops.ops.permute import check_routing, permute, sum_of_rows
@@ -30,11 +30,13 @@ class Dispatched:
     Attributes:
       x: [R, D], received rows, by source device, then by token. R is the bound of `dispatch`; rows beyond those that
         were sent are unspecified, and `routing` has no row of them.
-      routing: a `jaxops.Routing` of these R rows to the device's own experts; losses are None.
+      routing: a `jaxops.Routing` of these R rows, with k choices each, to the device's own E / n experts; choices of
+        others are -1, losses None.
       dropped: [T, k] bool, which of the device's own choices were not sent, because the device of the expert had no
         room left; all False without `rows`.
       sends: a Routing of own tokens to devices: the rows that are sent, in order.
       here, there: `Chunks` of the sent and of the received rows.
+      axes: of `dispatch`, joined by commas.
     """
 
     x: jax.Array
@@ -43,6 +45,7 @@ class Dispatched:
     sends: Routing
     here: Chunks
     there: Chunks
+    axes: str = dataclasses.field(metadata={"static": True})
 
 
 def dispatch(
@@ -60,7 +63,7 @@ def dispatch(
     >>> def layer(x, logits, w):  # a device's own tokens and experts
     ...     received = dispatch(x, jaxops.route(logits, 2), "expert")
     ...     y = jaxops.moe_mlp(received.x, None, w, w, received.routing, activation="relu")
-    ...     return collect(y, received, "expert")
+    ...     return collect(y, received)
     >>> n = jax.device_count()
     >>> mesh = jax.make_mesh((n,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> split = jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
@@ -73,7 +76,8 @@ def dispatch(
 
     Args:
       x: [T, D] this device's tokens, bfloat16, float16 or float32; T is equal on all devices.
-      routing: of these T tokens to all devices' E experts, from `jaxops.route` or `jaxops.route_choices`.
+      routing: of these T tokens to all devices' E experts, from `jaxops.route` or `jaxops.route_choices`; not that of
+        `Routing.own`.
       axis_name: the mesh axis, or several in order, over which tokens and experts are split.
       rows: None, or how many rows R a device has room for, which bounds its memory. Where more are sent to it, the last
         tokens of the last devices are dropped: they are marked in `dropped`, contribute nothing, and get no gradient.
@@ -98,7 +102,10 @@ def dispatch(
     T, k = given.row_positions.shape
     check_exact("routing.experts", routing.experts, "int32", "[T, k]", (T, k), "as row_positions are")
     check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
-    devices, E = axis_size(axis_name), given.group_offsets.shape[0] - 1
+    devices, E = _axis_size(axis_name), given.group_offsets.shape[0] - 1
+    if routing.load is not None:
+        whole = "len(routing.load) + 1 (pass the routing of all experts, not Routing.own)"
+        check_size("len(routing.group_offsets)", E + 1, whole, routing.load.shape[0] + 1)
     if E % devices:
         raise ValueError(f"routing has {E} experts, and axis_name={axis_name!r} {devices} devices: split them evenly.")
     if rows is not None and check_integer("rows", rows) < 1:
@@ -121,11 +128,12 @@ def dispatch(
     # The op wants no more choices than experts; a token may have more choices than this device has experts.
     received = route_choices(jnp.where(_inside(experts, own), experts, -1), beside[:, k:], max(own, k), mask=arrived)
     received = dataclasses.replace(received, group_offsets=received.group_offsets[: own + 1], load=received.load[:own])
-    return Dispatched(x, received, _dropped(target, sends), _without_weights(sends), here, there)
+    return Dispatched(x, received, _dropped(target, sends), _without_weights(sends), here, there, ",".join(names))
 
 
-def collect(y: jax.Array, received: Dispatched, axis_name: Axis, *, backend: Backend = "auto") -> jax.Array:
-    """Sends results back to the devices of their tokens, one row for a token and device, and adds a token's rows.
+def collect(y: jax.Array, received: Dispatched, *, backend: Backend = "auto") -> jax.Array:
+    """Sends results back to the devices of their tokens, over the axes of `dispatch`, one row for a token and device,
+    and adds a token's rows.
 
     Differentiable (reverse mode, any order) in y, by `dispatch`'s way. The sum is float32, rounded once; a token that
     went nowhere gets zeros.
@@ -134,7 +142,7 @@ def collect(y: jax.Array, received: Dispatched, axis_name: Axis, *, backend: Bac
       y: [R, N], bfloat16, float16 or float32, a result for each received row, as `moe_mlp(received.x, ...)`. Rows that
         were not received may hold anything.
       received: of `dispatch`.
-      axis_name, backend: as of `dispatch`.
+      backend: as of `dispatch`.
 
     Returns:
       [T, N] in y's dtype.
@@ -144,16 +152,21 @@ def collect(y: jax.Array, received: Dispatched, axis_name: Axis, *, backend: Bac
     """
     check_float("y", y, "[R, N]")
     check_choice("backend", backend, ("auto", *WAYS))
+    if not isinstance(received, Dispatched):
+        raise TypeError(f"received is {type_name(received)}; pass the result of jaxops.parallel.dispatch.")
     check_size("y's number of rows", y.shape[0], "the number of received rows", received.x.shape[0])
-    axis_size(axis_name)
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = tuple(received.axes.split(","))
+    _axis_size(names)
     T, choices = received.sends.row_positions.shape
     y, sends, here, there = vary_together(y, received.sends, received.here, received.there)
     (rows,) = exchange(names, backend, (y.shape[0], T * choices, T), (y,), there, here)
     return sum_of_rows(rows, sends)
 
 
-def axis_size(axis_name: Axis) -> int:
+def _axis_size(axis_name: Axis) -> int:
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"axis_name={axis_name!r} must be the name of a mesh axis, or a tuple of names.")
     try:
         return lax.axis_size(axis_name)
     except NameError:

@@ -61,7 +61,7 @@ def _rings(axis_name: Axis) -> Iterator[tuple[Callable[[jax.Array], jax.Array], 
         yield send, (own + step) % devices, (own - step) % devices
 
 
-# Tokens to the experts of other devices and results back, in pieces: one is sent while the experts multiply another.
+# Tokens to the experts of other devices and results back, several arrays, one collective after another.
 # Each collective waits for the one before it, in the forward and in the backward: of several that could start together
 # XLA's scheduler hides one behind work and leaves the others exposed.
 

@@ -18,6 +18,7 @@ COPIED = 4096  # rows of all devices from which on "auto" pads w: by its bytes, 
 MOST = 8  # devices of a mesh axis: as many as XLA's barrier between devices of one process takes
 BACKENDS = "mosaic", "xla"
 WAYS = "mosaic", "padded"
+ROW_BYTES = 220_000  # of a row that is sent, in the kernel's shared memory
 OLDEST = 0, 11, 2  # JAX in which a Mosaic kernel reaches another device's memory
 
 
@@ -85,19 +86,21 @@ class Reach:
 
 
 def reach_of(axes: tuple[str, ...]) -> Reach:
-    """Inside `jax.shard_map`."""
+    """Of the mesh axes, for the caller's process, inside `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(axes) <= set(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
     return Reach(lax.axis_size(axes), jax.process_count(), manual)
 
 
-def make_exchange_plan(reach: Reach, device: Device, *, backend: str = "auto") -> ExchangePlan:
-    """Decides how rows are sent between devices like `device`; a pure function.
+def make_exchange_plan(reach: Reach, device: Device, *, row_bytes: int = 0, backend: str = "auto") -> ExchangePlan:
+    """Decides how rows of so many bytes are sent between devices like `device`; a pure function.
 
     Raises:
       NotImplementedError: backend="mosaic" where the kernel cannot run.
     """
     why = _unreachable(reach, device)
+    if row_bytes > ROW_BYTES:
+        why = why or f"the kernel's shared memory holds rows of {ROW_BYTES} bytes, and these have {row_bytes}"
     if backend == "mosaic" and why:
         raise NotImplementedError(f"backend='mosaic': {why}. Write backend='auto' or 'padded'.")
     if backend == "padded" or why:

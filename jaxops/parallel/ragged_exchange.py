@@ -49,7 +49,9 @@ def _exchange(
         empty = (jnp.zeros((sizes[1], x.shape[1]), x.dtype) for x in operands)
         return tuple(vary_together(x, operands[0])[0] for x in empty)
     plain = functools.partial(_padded, axes, sizes)
-    if make_exchange_plan(reach_of(axes), current_device(), backend=backend).backend == "padded":
+    row_bytes = sum(-(-x.shape[1] * x.dtype.itemsize // 128) * 128 for x in operands)
+    plan = make_exchange_plan(reach_of(axes), current_device(), row_bytes=row_bytes, backend=backend)
+    if plan.backend == "padded":
         return plain(operands, mine, got)
     call = functools.partial(_in_kernel, axes, sizes[1])
     call = call if backend == "mosaic" else functools.partial(if_devices_in_order, call, plain)

@@ -13,12 +13,11 @@ from jax.experimental import pallas as pl
 from jaxops._lib.arrays.manual_axes import vary_as
 from jaxops._lib.planning.costs import Cost
 from jaxops.parallel.mainloop_mosaic import COUNTER, SENT, claim_next, plgpu, wait_for
-from jaxops.parallel.plan import MOST
+from jaxops.parallel.plan import MOST, ROW_BYTES
 from jaxops.parallel.sending_mosaic import IN_A_ROW
 
 # Two H200s, 67 MB to the other one: 192 us, with 64 programs and chunks of 32 KB 245 (2026-11-29).
 PROGRAMS, SHARES, SLOTS, CHUNK_BYTES = 128, 64, 4, 16_384
-SHARED_BYTES = 220_000  # of a program, at the most
 
 
 def send_runs(
@@ -28,7 +27,8 @@ def send_runs(
     mesh axes, from its row theirs[d] on. Rows of the result that no device sends are unspecified.
 
     Args:
-      at, sizes, theirs: int32 [devices]; the rows lie inside of both arrays.
+      at, sizes, theirs: int32 [devices]; the rows lie inside of both arrays. A row of all operands has at most
+        ROW_BYTES, with each operand's filled up to a multiple of 128.
     """
     devices, S = lax.axis_size(axes), operands[0].shape[0]
     columns = [x.shape[1] for x in operands]
@@ -36,7 +36,7 @@ def send_runs(
     operands = tuple(jnp.pad(x, ((0, 0), (0, -x.shape[1] % (128 // x.dtype.itemsize)))) for x in operands)
     widths = [x.shape[1] * x.dtype.itemsize for x in operands]
     rows = max(1, min(CHUNK_BYTES // max(widths), S, R))  # of a chunk
-    slots = max(1, min(SLOTS, SHARED_BYTES // sum(widths)))  # fewer for rows that are wider than a chunk
+    slots = max(1, min(SLOTS, ROW_BYTES // sum(widths)))  # fewer for rows that are wider than a chunk
 
     def body(*refs):
         x_refs, refs = refs[: len(operands)], refs[len(operands) :]

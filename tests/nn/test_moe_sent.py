@@ -83,12 +83,14 @@ def test_equals_one_device(case, way, monkeypatch):
         step.cache_clear()
     dtype = options.get("dtype", "float32")
     mask = np.random.default_rng(1).random(T) < 0.7 if options.get("masked") else None
-    given = *tokens(dtype, mask), np.ones(T, bool) if mask is None else mask
+    given = *tokens("float32", mask), np.ones(T, bool) if mask is None else mask
     got = step(axis, shape, **options)(*given)
     want = step(None, **{name: value for name, value in options.items() if name != "check_vma"})(*given)
     if way == "mosaic":
         step.cache_clear()
     np.testing.assert_array_equal(got[1], want[1])
+    for found, wanted in zip(got[2:4], want[2:4], strict=True):  # the router sees unrounded tokens
+        assert_close(found, wanted, "float32", scale=5)
     for (path, found), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         name = jax.tree_util.keystr(path)
         assert np.isfinite(np.asarray(wanted, np.float32)).all(), name
@@ -106,12 +108,13 @@ def test_all_tokens_to_one_device_and_dropped_ones():
 
     def f(params, x):
         y, routing = nnx.merge(graphdef, params)(x)
-        return y, routing.row_positions, routing.weights
+        return y, routing.row_positions, routing.weights, routing.group_offsets[-1:]
 
     specs = jax.tree.map_with_path(experts, params), P("i")
     split = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("i"))
     x = jnp.abs(tokens("float32")[0])
-    y, positions, weights = jax.jit(split)(params, x)
+    y, positions, weights, rows = jax.jit(split)(params, x)
+    np.testing.assert_array_equal(rows, [12, 3])
     dropped = np.arange(T) >= 15
     np.testing.assert_array_equal(positions[:, 0] == T // 2, dropped)
     np.testing.assert_array_equal(weights[:, 0] == 0, dropped)
@@ -126,6 +129,10 @@ class FirstExpert(Router):
 
 
 def test_errors():
+    alone = make()
+    alone.received_rows = 3
+    with pytest.raises(ValueError, match="received_rows=3 needs send_tokens=True"):
+        alone(tokens("float32")[0])
     with pytest.raises(ValueError, match="send_tokens=True needs expert_axis, and replaces gather_tokens"):
         MoE(E, D, F, router=lambda x: x, send_tokens=True, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="send_tokens=True needs expert_axis, and replaces gather_tokens"):

@@ -53,7 +53,7 @@ def layer(given, axis, rows, devices, way="auto"):
     factor = jnp.sum(received.routing.weights * of_experts.astype(jnp.float32), axis=1, keepdims=True)
     y = received.x * factor.astype(x.dtype)
     arrived = jnp.where(there, received.x, 0), received.dropped, there.sum()[None], received.routing.load[:OWN]
-    return collect(y, received, axis, **how), arrived
+    return collect(y, received, **how), arrived
 
 
 @functools.cache

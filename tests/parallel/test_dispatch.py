@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 from jaxops._lib.planning.device import Device
 from jaxops.parallel import collect, dispatch, ragged_exchange
-from jaxops.parallel.plan import OLDEST
+from jaxops.parallel.plan import OLDEST, WAYS
 from tests.devices import needs_four, needs_two
 from tests.parallel import exchanges
 from tests.parallel.cases import mesh_of
@@ -90,7 +90,7 @@ def test_sums_are_rounded_once():
         experts = jnp.arange(4, dtype=jnp.int32)[None, :]
         received = dispatch(x, jaxops.route_choices(experts, jnp.ones((1, 4)), 4), "i")
         value = jnp.where(lax.axis_index("i") == 0, 256, 1).astype(x.dtype)
-        out, vjp = jax.vjp(lambda y: collect(y, received, "i"), jnp.full(received.x.shape, value))
+        out, vjp = jax.vjp(lambda y: collect(y, received), jnp.full(received.x.shape, value))
         dx = jax.vjp(lambda x: dispatch(x, jaxops.route_choices(experts, jnp.ones((1, 4)), 4), "i").x, x)[1]
         return out, dx(jnp.full(received.x.shape, value))[0], vjp(out)[0][:1]
 
@@ -155,6 +155,19 @@ def test_the_kernel():
     assert all(jax.device_get([jnp.array_equal(out, first) for out in outs]))
 
 
+@pytest.mark.gpu
+@needs_two
+@pytest.mark.parametrize(("tokens", "width"), [(20_000, 200), (1500, 4100), (300, 20_000)])
+def test_the_kernel_with_many_rows(tokens, width):
+    """Chunks of 20 rows, of one, and in fewer slots; runs of any length, most to one device: the bits of all_to_all."""
+    rng = np.random.default_rng(0)
+    experts = np.where(rng.random((2 * tokens, K)) < 0.8, rng.integers(0, OWN, (2 * tokens, K)), rng.integers(-1, 4))
+    given = rng.normal(size=(2 * tokens, width)), experts, rng.random((2 * tokens, K))
+    given = [jnp.asarray(array, dtype) for array, dtype in zip(given, ("float32", "int32", "float32"), strict=True)]
+    got, want = (over(lambda *g, way=way: exchanges.layer(g, "i", None, 2, way))(*given) for way in WAYS)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 @pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="the kernel needs a newer JAX")
 @pytest.mark.parametrize(("sizes", "order"), [((4,), 1), ((2, 2), 1), ((4,), -1)])
 @needs_four
@@ -203,5 +216,12 @@ def test_errors():
                 over(call)(x)
     with pytest.raises(ValueError, match=r"x's number of rows is 2, but T of routing\.row_positions is 4"):
         over(lambda x: dispatch(x, routing, "i").x)(x)
+    with pytest.raises(ValueError, match=r"pass the routing of all experts, not Routing\.own"):
+        over(lambda x: dispatch(x, jaxops.route(x[:, :4], 1).own(2, "i"), "i").x)(x)
+    for name in (3, (), ("i", None)):
+        with pytest.raises(TypeError, match="must be the name of a mesh axis, or a tuple of names"):
+            dispatch(x, routing, name)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"received is .*; pass the result of jaxops\.parallel\.dispatch"):
+        collect(x, routing)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="y's number of rows is 1"):
-        over(lambda x: collect(x[:1], dispatch(x, jaxops.route(x[:, :4], 1), "i"), "i"))(x)
+        over(lambda x: collect(x[:1], dispatch(x, jaxops.route(x[:, :4], 1), "i")))(x)

@@ -69,6 +69,9 @@ def test_ways_of_rows(new_enough):
             make_exchange_plan(reach, H200, backend="mosaic")
     assert "needs a Hopper GPU" in make_exchange_plan(Reach(2), Device("cpu", "cpu")).why
     assert make_exchange_plan(Reach(2), H200, backend="padded").why == "backend='padded'"
+    assert (
+        "holds rows of 220000 bytes, and these have 240000" in make_exchange_plan(Reach(2), H200, row_bytes=240_000).why
+    )
 
 
 def test_few_tiles(new_enough):

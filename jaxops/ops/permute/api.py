@@ -80,7 +80,8 @@ def permute_within_groups(x: jax.Array, routing: Routing, *, plan: Plan) -> jax.
 
 
 def sum_of_rows(rows: jax.Array, routing: Routing) -> jax.Array:
-    """`permute`, transposed: `out[t] = sum_j rows[row_positions[t, j]]`, in float32, rounded once to rows' dtype.
+    """`permute`, transposed: from rows [R, D] to [T, D], `out[t] = sum_j rows[row_positions[t, j]]`, in float32,
+    rounded once to rows' dtype.
 
     Differentiable as `permute`. Nothing is checked.
     """

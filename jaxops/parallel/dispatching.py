@@ -15,7 +15,7 @@ from jaxops._lib.arrays.pytrees import register
 from jaxops.ops.permute import check_routing, permute, sum_of_rows
 from jaxops.ops.route import Routing, partial_routing, route_choices
 from jaxops.parallel.plan import WAYS
-from jaxops.parallel.ragged_exchange import Chunks, exchange
+from jaxops.parallel.ragged_exchange import Runs, exchange
 
 Axis = str | tuple[str, ...]
 Backend = Literal["auto", "mosaic", "padded"]
@@ -35,7 +35,7 @@ class Dispatched:
       dropped: [T, k] bool, which of the device's own choices were not sent, because the device of the expert had no
         room left; all False without `rows`.
       sends: a Routing of own tokens to devices: the rows that are sent, in order.
-      here, there: `Chunks` of the sent and of the received rows.
+      here, there: `Runs` of the sent and of the received rows.
       axes: of `dispatch`, joined by commas.
     """
 
@@ -43,8 +43,8 @@ class Dispatched:
     routing: Routing
     dropped: jax.Array
     sends: Routing
-    here: Chunks
-    there: Chunks
+    here: Runs
+    there: Runs
     axes: str = dataclasses.field(metadata={"static": True})
 
 
@@ -102,7 +102,8 @@ def dispatch(
     T, k = given.row_positions.shape
     check_exact("routing.experts", routing.experts, "int32", "[T, k]", (T, k), "as row_positions are")
     check_size("x's number of rows", x.shape[0], "T of routing.row_positions", T)
-    devices, E = _axis_size(axis_name), given.group_offsets.shape[0] - 1
+    names = _names_of(axis_name)
+    devices, E = lax.axis_size(names), given.group_offsets.shape[0] - 1
     if routing.load is not None:
         whole = "len(routing.load) + 1 (pass the routing of all experts, not Routing.own)"
         check_size("len(routing.group_offsets)", E + 1, whole, routing.load.shape[0] + 1)
@@ -111,13 +112,12 @@ def dispatch(
     if rows is not None and check_integer("rows", rows) < 1:
         raise ValueError(f"rows={rows} must be at least 1, or None for all devices' tokens.")
     R, own = min(devices * T, rows or devices * T), E // devices
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     # What depends on the device must be marked so, even if the caller passes the same tokens everywhere.
     x, given, experts, _ = vary_together(x, given, routing.experts, lax.axis_index(names))
     experts = jnp.where(given.row_positions < T * k, experts, -1)
     target = jnp.where(experts >= 0, experts // own, -1)
     sends = _sends(target, devices)
-    here, there = _chunks(sends.load, names, R)
+    here, there = _runs(sends.load, names, R)
     sends = _keep(sends, here) if devices * T > R else sends
     # As numbers: exact, since there are fewer than 2**24 experts.
     beside = jnp.concatenate([experts.astype(jnp.float32), given.weights], axis=1)
@@ -155,24 +155,25 @@ def collect(y: jax.Array, received: Dispatched, *, backend: Backend = "auto") ->
     if not isinstance(received, Dispatched):
         raise TypeError(f"received is {type_name(received)}; pass the result of jaxops.parallel.dispatch.")
     check_size("y's number of rows", y.shape[0], "the number of received rows", received.x.shape[0])
-    names = tuple(received.axes.split(","))
-    _axis_size(names)
+    names = _names_of(tuple(received.axes.split(",")))
     T, choices = received.sends.row_positions.shape
     y, sends, here, there = vary_together(y, received.sends, received.here, received.there)
     (rows,) = exchange(names, backend, (y.shape[0], T * choices, T), (y,), there, here)
     return sum_of_rows(rows, sends)
 
 
-def _axis_size(axis_name: Axis) -> int:
+def _names_of(axis_name: Axis) -> tuple[str, ...]:
+    """The mesh axes, which are there."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"axis_name={axis_name!r} must be the name of a mesh axis, or a tuple of names.")
     try:
-        return lax.axis_size(axis_name)
+        lax.axis_size(names)
     except NameError:
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis here: call inside jax.shard_map over a mesh that has it."
         ) from None
+    return names
 
 
 def _inside(numbers: jax.Array, count: int) -> jax.Array:
@@ -193,7 +194,7 @@ def _sends(target: jax.Array, devices: int) -> Routing:
     return route_choices(target, jnp.ones(target.shape, jnp.float32), devices)
 
 
-def _chunks(load: jax.Array, axis_name: tuple[str, ...], R: int) -> tuple[Chunks, Chunks]:
+def _runs(load: jax.Array, axis_name: tuple[str, ...], R: int) -> tuple[Runs, Runs]:
     """Of the sent rows, in the order of their targets, and of the received ones, in that of their sources, of which a
     device has room for R. load: how many rows this device has for each device."""
     counts = lax.all_gather(load, axis_name)  # [source, target]
@@ -201,11 +202,11 @@ def _chunks(load: jax.Array, axis_name: tuple[str, ...], R: int) -> tuple[Chunks
     received = jnp.minimum(received, R)
     counts = jnp.minimum(counts, R - received)
     own, column = lax.axis_index(axis_name), lambda of: lax.dynamic_index_in_dim(of, own, 1, keepdims=False)
-    here = Chunks(sent[own], counts[own], received[own])
-    return here, Chunks(column(received), column(counts), column(sent))
+    here = Runs(sent[own], counts[own], received[own])
+    return here, Runs(column(received), column(counts), column(sent))
 
 
-def _keep(sends: Routing, here: Chunks) -> Routing:
+def _keep(sends: Routing, here: Runs) -> Routing:
     """sends, without the choices for which their device has no room: of each device's rows the last ones."""
     row = jnp.arange(sends.row_indices.size, dtype=jnp.int32)
     target = jnp.clip(jnp.searchsorted(sends.group_offsets, row, side="right") - 1, 0, here.at.size - 1)

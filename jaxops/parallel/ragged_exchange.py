@@ -21,7 +21,7 @@ Rows = tuple[jax.Array, ...]
 @register
 @typing.no_type_check  # JAX unflattens pytrees with placeholders
 @dataclasses.dataclass(frozen=True)
-class Chunks:
+class Runs:
     """The runs of rows of an array that this device exchanges with each device: all int32 [devices], `at` ascending.
 
     Attributes:
@@ -36,7 +36,7 @@ class Chunks:
 
 
 def _exchange(
-    axes: tuple[str, ...], backend: str, sizes: tuple[int, int, int], operands: Rows, mine: Chunks, got: Chunks
+    axes: tuple[str, ...], backend: str, sizes: tuple[int, int, int], operands: Rows, mine: Runs, got: Runs
 ) -> Rows:
     """Rows [R, D] of each operand [S, D]: the runs `mine` of it, which the other devices have in `got`.
 
@@ -59,13 +59,13 @@ def _exchange(
     return jax.custom_batching.sequential_vmap(call)(operands, mine, got)
 
 
-def _in_kernel(axes: tuple[str, ...], R: int, operands: Rows, mine: Chunks, _: Chunks) -> Rows:
+def _in_kernel(axes: tuple[str, ...], R: int, operands: Rows, mine: Runs, _: Runs) -> Rows:
     from jaxops.parallel.runs_mosaic import send_runs
 
     return send_runs(operands, mine.at, mine.sizes, mine.theirs, R, axes)
 
 
-def _padded(axes: tuple[str, ...], sizes: tuple[int, int, int], operands: Rows, mine: Chunks, got: Chunks) -> Rows:
+def _padded(axes: tuple[str, ...], sizes: tuple[int, int, int], operands: Rows, mine: Runs, got: Runs) -> Rows:
     _, R, most = sizes
     row, column = jnp.arange(R, dtype=jnp.int32), jnp.arange(most, dtype=jnp.int32)[None, :]
     # Not `jnp.searchsorted`, which `if_devices_in_order` cannot have inside (JAX 0.12).
@@ -84,8 +84,8 @@ def _fwd(axes, backend, sizes, operands, mine, got):
     return exchange(axes, backend, sizes, operands, mine, got), (mine, got)
 
 
-def _bwd(axes, backend, sizes, chunks, d):
-    (S, R, most), (mine, got) = sizes, chunks
+def _bwd(axes, backend, sizes, runs, d):
+    (S, R, most), (mine, got) = sizes, runs
     return exchange(axes, backend, (R, S, most), d, got, mine), None, None
 
 

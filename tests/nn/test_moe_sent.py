@@ -77,8 +77,6 @@ CASES = {
 def test_equals_one_device(case, way, monkeypatch):
     axis, shape, options = CASES[case]
     if way == "mosaic":
-        if case == "biases":
-            pytest.skip("covered by the padded way")
         use_kernel(monkeypatch)
         step.cache_clear()
     dtype = options.get("dtype", "float32")

@@ -11,13 +11,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from jaxops._lib.planning.device import Device
 from jaxops.parallel import collect, dispatch, ragged_exchange
-from jaxops.parallel.plan import OLDEST, WAYS
+from jaxops.parallel.plan import WAYS
 from tests.devices import needs_four, needs_two
 from tests.parallel import exchanges
 from tests.parallel.cases import mesh_of
 from tests.parallel.exchanges import OWN, D, K, T, compiled, operands, patterns, use_kernel, wanted
+from tests.parallel.test_plan import H200, NEWER
 
 pytestmark = pytest.mark.versions
 
@@ -168,7 +168,7 @@ def test_the_kernel_with_many_rows(tokens, width):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="the kernel needs a newer JAX")
+@NEWER
 @pytest.mark.parametrize(("sizes", "order"), [((4,), 1), ((2, 2), 1), ((4,), -1)])
 @needs_four
 def test_lowering(sizes, order):
@@ -184,7 +184,7 @@ def test_lowering(sizes, order):
         out, vjp = jax.vjp(lambda x, weights: split(x, experts, weights), x, weights)
         return out, vjp(dout)
 
-    with mock.patch.object(ragged_exchange, "current_device", return_value=Device("NVIDIA H200", "gpu")):
+    with mock.patch.object(ragged_exchange, "current_device", return_value=H200):
         traced = step.trace(x, weights)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == (4 if order == 1 else 0)

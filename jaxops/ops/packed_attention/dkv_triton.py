@@ -33,7 +33,7 @@ from jaxops.ops.packed_attention.fwd_triton import (
     capped,
     load_block,
     make_barriers,
-    masked,
+    mask,
     read_block,
     row_box,
     scales,
@@ -252,7 +252,7 @@ def add_tiles(
         if MASKED:  # behind: key - first, in the upper half of a word
             keys = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BQ)))
             runs = numbers_of(pipe.runs, q_s, BQ)
-            scores = masked(scores, (keys * 65536 + 65535)[:, None] - runs, runs << 16)
+            scores = mask(scores, (keys * 65536 + 65535)[:, None] - runs, runs << 16)
         if not pipe.DK:
             mbarrier.arrive(pipe.q_empty.index(q_s), count=1)
         p = gl.exp2(scores)
@@ -296,13 +296,13 @@ def consume(
     row, _, left, right, steps, head = read_block(pipe)
     while row >= 0:
         own = row + WHICH * ROWS
-        cut = left + right
+        masked = left + right
         # The compiler drops the sums of a gradient that is not computed.
         sums = (zero_sums(ROWS, pipe.D, pipe.PARTS), zero_sums(ROWS, pipe.V, pipe.V_PARTS))
         for each in range(group):
             last = gl.where(each + 1 == group, steps, 0)
-            sums, places = add_tiles(pipe, sums, places, (0, cut), last, SCALE, CAP, True, WHICH)
-            sums, places = add_tiles(pipe, sums, places, (cut, steps), last, SCALE, CAP, False, WHICH)
+            sums, places = add_tiles(pipe, sums, places, (0, masked), last, SCALE, CAP, True, WHICH)
+            sums, places = add_tiles(pipe, sums, places, (masked, steps), last, SCALE, CAP, False, WHICH)
         dk, dv = sums
         tma.store_wait(0)
         if pipe.DK:

@@ -28,12 +28,12 @@ from jaxops.ops.packed_attention.fwd_triton import (
     capped,
     for_sums,
     make_pipeline,
+    mask_keys,
     produce,
     read_block,
     row_box,
     scales,
     section,
-    seen_keys,
     steps_of,
     tile_of,
     window_box,
@@ -72,7 +72,7 @@ def add_tiles(
         scores = shares * SCALE - lse[:, None]
         if MASKED:
             at, end = tile_of(step, tiles, BK)
-            scores = seen_keys(scores, at, end, runs, BK)
+            scores = mask_keys(scores, at, end, runs, BK)
         p = gl.exp2(scores)
         if CAP is not None:
             p *= 1.0 - shares * shares  # the cap's slope

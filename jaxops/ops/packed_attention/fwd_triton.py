@@ -229,7 +229,7 @@ def produce(pipe, q_desc, k_desc, v_desc, dout_desc, blocks, sizes, SECTION: gl.
 
 
 @gluon.jit
-def masked(scores, behind, number):
+def mask(scores, behind, number):
     """-inf where not 0 <= behind < number: one comparison, of unsigned numbers. In PTX, since LLVM packs the results
     into words of bits."""
     return gl.inline_asm_elementwise(
@@ -239,12 +239,12 @@ def masked(scores, behind, number):
 
 
 @gluon.jit
-def seen_keys(scores, at, end, runs, BK: gl.constexpr):
+def mask_keys(scores, at, end, runs, BK: gl.constexpr):
     """Scores of a tile, -inf for keys that a row does not see."""
     keys = end - BK + gl.arange(0, BK, layout=gl.SliceLayout(0, accumulator(BK)))
     first, stop = runs
     first = gl.maximum(first, at)
-    return masked(scores, keys[None, :] - first[:, None], gl.maximum(stop - first, 0)[:, None])
+    return mask(scores, keys[None, :] - first[:, None], gl.maximum(stop - first, 0)[:, None])
 
 
 @gluon.jit
@@ -267,7 +267,7 @@ def softmax(scores, top, total, at, end, runs, SCALE: gl.constexpr, MASKED: gl.c
     """
     BK: gl.constexpr = scores.shape[1]
     if MASKED:
-        scores = seen_keys(scores, at, end, runs, BK)
+        scores = mask_keys(scores, at, end, runs, BK)
     above = gl.maximum(top, gl.max(scores, 1) * SCALE)
     p = gl.exp2(scores * SCALE - above[:, None])
     before = gl.exp2(top - above)

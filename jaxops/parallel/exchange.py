@@ -1,8 +1,9 @@
 """All-gather and reduce-scatter by `lax.ppermute`: each device sends each other device its part.
 
-Over the GPUs of one process the cards' copy engines can send the parts: XLA's option `xla_gpu_collective_permute_mode`
-is then COLLECTIVES_PEER_MEMORY. NCCL sends them by kernels, which need multiprocessors. Such a kernel waits for one of
-ours that holds all multiprocessors, and leaves fewer to one that starts later.
+Where `peer_memory_missing` finds nothing, the cards' copy engines can send the parts: XLA's option
+`xla_gpu_collective_permute_mode` is then COLLECTIVES_PEER_MEMORY. NCCL sends them by kernels, which need
+multiprocessors. Such a kernel waits for one of ours that holds all multiprocessors, and leaves fewer to one that starts
+later.
 """
 
 import functools

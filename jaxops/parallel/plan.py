@@ -10,12 +10,13 @@ from jax import lax
 from jaxops._lib.planning.device import Device
 from jaxops._lib.planning.plans import BasePlan
 from jaxops._lib.planning.recorded import note
+from jaxops.parallel.peer_memory import peer_memory_missing
 
 HIGH, DEEP = 128, 64  # rows of a tile, depth of a step
 CONSUMERS = 2  # warpgroups that multiply
 CHUNK = 4096  # elements that are sent at once
 COPIED = 4096  # rows of all devices from which on "auto" pads w: by its bytes, that takes a tenth of the product's time
-MOST = 8  # devices of a mesh axis: as many as XLA's barrier between devices of one process takes
+MOST = 8  # devices of a mesh axis: as many as XLA's barrier between devices takes
 BACKENDS = "mosaic", "xla"
 WAYS = "mosaic", "padded"
 ROW_BYTES = 220_000  # of a row that is sent, in the kernel's shared memory
@@ -76,20 +77,20 @@ class Reach:
 
     Attributes:
       devices: on the axis, or on all axes that are one exchange.
-      processes: of JAX.
       manual: whether `jax.shard_map` is over all axes of the mesh.
+      missing: of `peer_memory_missing`.
     """
 
     devices: int
-    processes: int = 1
     manual: bool = True
+    missing: str = ""
 
 
 def reach_of(axes: tuple[str, ...]) -> Reach:
-    """Of the mesh axes, for the caller's process, inside `jax.shard_map`."""
+    """Of the mesh axes, inside `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(axes) <= set(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
-    return Reach(lax.axis_size(axes), jax.process_count(), manual)
+    return Reach(lax.axis_size(axes), manual, peer_memory_missing())
 
 
 def make_exchange_plan(reach: Reach, device: Device, *, row_bytes: int = 0, backend: str = "auto") -> ExchangePlan:
@@ -160,8 +161,8 @@ def _unreachable(reach: Reach, device: Device) -> str:
         return f"the kernel needs NVLink, and this is {device.kind}"
     if jax.__version_info__ < OLDEST:
         return f"the kernel needs JAX {'.'.join(map(str, OLDEST))} or newer, and this is {jax.__version__}"
-    if reach.processes > 1:
-        return "the kernel was only tried with one process for all devices"
+    if reach.missing:
+        return reach.missing
     if not reach.manual:
         return "the kernel needs jax.shard_map over all axes of the mesh"
     return ""

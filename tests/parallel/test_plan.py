@@ -20,7 +20,7 @@ UNREACHABLE = (
     (Reach(1), "one device"),
     (Reach(9), "at most 8 devices"),
     (Reach(2, manual=False), "all axes of the mesh"),
-    (Reach(2, processes=2), "one process"),
+    (Reach(2, missing="NCCL is too old"), "NCCL is too old"),
 )
 
 

@@ -137,7 +137,7 @@ def demand_room(need_bytes: int, what: str) -> None:
     Raises:
       MemoryError: the device has less free memory. The allocator would retry for ten seconds.
     """
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats and need_bytes > (left := stats["bytes_limit"] - stats["bytes_in_use"]):
         raise MemoryError(f"needs {need_bytes / 1e9:.1f} GB of {what}, {left / 1e9:.1f} GB are left")
 

@@ -202,7 +202,7 @@ def measure_case(
     begin = time.perf_counter()
     compiled = compile_advance(graphdef, params, shapes)
     compile_s, peak_bytes = time.perf_counter() - begin, needed_bytes(compiled)[0]
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
     if peak_bytes > limit:
         raise MemoryError(f"needs {peak_bytes / 1e9:.1f} GB, and the device has {limit / 1e9:.1f} GB")
     rows = random_rows(shapes, config.vocab, length)

@@ -207,7 +207,7 @@ def write(
 ) -> None:  # fmt: skip
     """A run's row, and OFFLOAD's trace. needed and per_token are of all runs so far, including this one."""
     side, times = run["backend"], harness.Times.of(measured.us)
-    budget = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) - RESERVED
+    budget = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0) - RESERVED
     peers = (KEEP, RECOMPUTE, JAX_REMAT) if side.startswith(OFFLOAD) else ()
     vs = {other: us / per_token[side] for other, us in per_token.items() if other in peers}
     facts: dict[str, Any] = speeds(workload, times)

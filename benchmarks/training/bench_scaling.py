@@ -132,7 +132,8 @@ def cases_of(sizes: Sizes, meshes: Sequence[str], options: Sequence[str], precis
     whole, images = grown(one, devices), isinstance(one, DiTPreset)
     make = bench_train_step.dit if images else bench_train_step.lm
     of = lambda preset, **more: lambda: make(preset, "auto", precision, steps, **more)
-    found, over = {ONE: Case(ONE, ONE, of(one))} if sizes.alone else {}, []
+    most = sizes.alone if distributed.is_first() else 0  # the other processes measure nothing alone
+    found, over = {ONE: Case(ONE, ONE, of(one))} if most else {}, []
     for name in meshes:
         if not set(axes_of(name)) <= set(sizes.axes):
             continue
@@ -140,7 +141,7 @@ def cases_of(sizes: Sizes, meshes: Sequence[str], options: Sequence[str], precis
         # The parts of a batch of images are packed, and draw their noise, by themselves.
         parts = {"parts": parts_of(mesh)} if images else {}
         alone = f"{WHOLE} in {parts_of(mesh)}" if images else WHOLE
-        if devices <= sizes.alone:
+        if devices <= most:
             found.setdefault(alone, Case(alone, WHOLE, of(whole, **parts)))
         over += [Case(f"{name} {chosen}", name, of(whole, mesh=mesh), alone, chosen) for chosen in options]
     return [*found.values(), *over]

@@ -82,7 +82,7 @@ def dispatch(
       rows: None, or how many rows R a device has room for, which bounds its memory. Where more are sent to it, the last
         tokens of the last devices are dropped: they are marked in `dropped`, contribute nothing, and get no gradient.
         By default there is room for all devices' tokens.
-      backend: "mosaic" is a kernel for Hopper GPUs of one process, which writes these rows alone. "padded" is
+      backend: "mosaic" is a kernel for Hopper GPUs of one host, which writes these rows alone. "padded" is
         `jax.lax.all_to_all` of T rows for each device. "auto" takes the first where it can run.
 
     Returns:

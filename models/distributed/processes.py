@@ -1,5 +1,7 @@
 """Training by several processes, such as one a host: `jax.distributed` from options, JAX's variables or a cluster's."""
 
+import os
+
 import jax
 import numpy as np
 import typer
@@ -13,6 +15,9 @@ def initialize(coordinator: str | None = None, processes: int | None = None, pro
 
     None is taken from the environment of SLURM or Open MPI, or asked from Kubernetes (with `pip install jax[k8s]`) or
     Cloud TPU. The coordinator is HOST:PORT of process 0; also $JAX_COORDINATOR_ADDRESS.
+
+    Under SLURM and Open MPI a process that is alone on its host has all its GPUs. Otherwise it has one: that with its
+    number on the host, or the only one that the cluster lets it see. $JAX_LOCAL_DEVICE_IDS, such as 0,1, says others.
     """
     try:
         jax.distributed.initialize(coordinator, processes, process_id)
@@ -22,6 +27,18 @@ def initialize(coordinator: str | None = None, processes: int | None = None, pro
             "with the same HOST:PORT in every process.",
             param_hint="--distributed",
         ) from error
+    if _has_all():
+        jax.config.update("jax_cuda_visible_devices", "all")
+
+
+def _has_all() -> bool:
+    """Whether the process has all GPUs that it sees; by JAX's rule a cluster's process has the one with its number."""
+    given = os.environ.get
+    if given("JAX_LOCAL_DEVICE_IDS"):
+        return False
+    tasks, hosts, beside = map(given, ("SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "OMPI_COMM_WORLD_LOCAL_SIZE"))
+    sees = given("CUDA_VISIBLE_DEVICES", "")
+    return (tasks is not None and tasks == hosts) or beside == "1" or (bool(sees) and "," not in sees)
 
 
 def is_first() -> bool:

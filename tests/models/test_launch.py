@@ -211,3 +211,30 @@ def test_nobody_says_who_takes_part(monkeypatch):
         typer.BadParameter, match=r"coordinator_address should be defined.*write --coordinator HOST:PORT"
     ):
         initialize()
+
+
+def test_gpus_of_a_slurm_task():
+    """Of a job's only task, which JAX connects to itself; SLURM_STEP_NUM_NODES is 2 where it stands for other tasks."""
+    cases = [
+        ({"SLURM_STEP_NUM_NODES": "1"}, "all"),  # srun --ntasks-per-node=1
+        ({"SLURM_LOCALID": "3", "SLURM_STEP_NUM_NODES": "2"}, "3"),  # a process a GPU
+        ({"SLURM_LOCALID": "3", "SLURM_STEP_NUM_NODES": "2", "CUDA_VISIBLE_DEVICES": "3"}, "all"),  # --gpus-per-task=1
+        ({"SLURM_STEP_NUM_NODES": "1", "JAX_LOCAL_DEVICE_IDS": "0,1"}, "0,1"),
+    ]
+    _, slurms = slurm()
+    alone = slurms | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    code = """if True:
+        import json, os, sys, jax
+        from models.distributed.processes import initialize
+        before = dict(os.environ)
+        for variables in json.loads(sys.argv[1]):
+            os.environ.update(variables)
+            initialize()
+            print(jax.config.values["jax_cuda_visible_devices"])
+            jax.distributed.shutdown()
+            os.environ.clear()
+            os.environ.update(before)
+    """
+    command = [sys.executable, "-c", code, json.dumps([alone | variables for variables, _ in cases])]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert told.stdout.split() == [gpus for _, gpus in cases], told.stderr

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from jaxops.nn import AmaxHistory
 from jaxops.offload import Policy, compiler_options, scan
-from jaxops.parallel import peer_memory_missing
 from models.distributed.mesh import ONCE, SHARDS, whole_layers
 
 # Attention costs most to recompute for its bytes, and more in longer contexts; everything else is recomputed from the
@@ -151,8 +150,8 @@ def options_for(policy: Policy | None, mesh: Mesh | None = None) -> dict[str, An
     cuBLAS, the call loses the time that the router's products state, and XLA's scheduler hides a collective behind a
     product that takes a tenth of its time (177.3 ms instead of 179.8 on two H200s, `data=2`, 2026-11-25).
 
-    Over GPUs with access to each other's memory parameters, gradients and tokens are sent by the cards' copy engines,
-    which need no multiprocessor (`jaxops.parallel.peer_memory_missing`).
+    Over the GPUs of one process parameters, gradients and tokens are sent by the cards' copy engines, which need no
+    multiprocessor (`jaxops.parallel.exchange`).
 
     With a policy XLA's memory limit is off over several devices, as for offloading. A step over four fifths of the card
     is over it: then nothing is hidden. In the backward loop of the 30b preset, compiled for four H200s with `fsdp=4`
@@ -165,7 +164,7 @@ def options_for(policy: Policy | None, mesh: Mesh | None = None) -> dict[str, An
     if mesh is not None and mesh.size > 1:
         if policy is not None:
             options["xla_gpu_memory_limit_slop_factor"] = 400
-        if not peer_memory_missing():
+        if not mesh.is_multi_process:
             options["xla_gpu_collective_permute_mode"] = "COLLECTIVES_PEER_MEMORY"
     return options
 

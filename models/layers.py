@@ -113,7 +113,7 @@ def _run(
         if policy is not None:
             policy.check(layer, x, first(jax.tree.map(lambda leaf: leaf[0], stack)))
             layer = jax.checkpoint(layer, policy=policy)
-        # Under jit it is traced and lowered once, and XLA inlines the calls: `lm 3b` compiles in 41.5 s instead of 44.5.
+        # Traced and lowered once; XLA inlines the calls. `lm 3b` compiles in 41.5 s instead of 44.5 (H200, 2026-11-29).
         each = jax.jit(lambda x, state: layer(x, first(state)))
         return _one_after_another(each, x, stack)
     return jax.lax.scan(layer, x, stack) if policy is None else scan(layer, x, stack, policy=policy)

@@ -1,6 +1,7 @@
 """Every kernel once, small, for compute-sanitizer: `compute-sanitizer --tool memcheck python tests/sanitize.py`.
 
-Or `--tool racecheck`; `... python tests/sanitize.py fp8_products` runs some. Needs an NVIDIA GPU.
+Or `--tool racecheck`; `... python tests/sanitize.py fp8_products` runs some. Needs an NVIDIA GPU. Run it once without
+compute-sanitizer before, with JAX_COMPILATION_CACHE_DIR set: XLA's compiler crashes beside it.
 
 Each array is an allocation of its own, so that memcheck sees the first byte out of bounds. Offsets are valid, then
 broken in every way.
@@ -13,6 +14,7 @@ import sys
 
 # Before JAX is imported. The autotuner would time XLA's own products for minutes.
 os.environ |= {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "XLA_FLAGS": "--xla_gpu_autotune_level=0",
@@ -38,7 +40,7 @@ from tests.ops.modality_grouped_matmul.cases import plans as plans_from
 from tests.ops.sanitized_attention import cached_attention, packed_attention
 from tests.ops.sanitized_fp8 import fp8_experts, fp8_products, fp8_weights_alone
 from tests.ops.sanitized_offsets import OFFSETS, K, M, N
-from tests.parallel.sanitized import collective_products
+from tests.parallel.sanitized import collective_products, tokens_to_experts
 
 # Stored whole, and in halves.
 HOPPER = tuple(
@@ -398,6 +400,7 @@ if __name__ == "__main__":
             packed_attention,
             cached_attention,
             collective_products,
+            tokens_to_experts,
         )
     }
     for name in sys.argv[1:] or checks:

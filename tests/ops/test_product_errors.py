@@ -1,6 +1,8 @@
-"""Operands of grouped products that do not fit each other: an error before anything is launched, which says what was
-passed and what to write instead. tests/contracts has each array and each option by itself."""
+"""Operands of grouped products, FP8 products and experts that do not fit each other: an error before anything is
+launched, which says what was passed and what to write instead. tests/contracts has each array and each option by
+itself."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,25 +10,43 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops.ops import grouped_matmul
+from jaxops import Quantized
+from jaxops.ops import fp8_matmul, grouped_matmul, moe_mlp
+from tests.ops.wrong_operands import i32, quantized, shape, trace
 
 OFFSETS = np.array([0, 2, 5, 8], np.int32)
-
-
-def shape(*sizes: int, dtype="float32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
 GROUPS = {"group_offsets": OFFSETS}
 RHS = shape(1, 4, 6), shape(2, 3, 8)
+ROUTING = jax.eval_shape(lambda logits: jaxops.route(logits, 2), shape(5, 3))
 RIGHT: dict[str, dict[str, Any]] = {
     "grouped_matmul": {"lhs": shape(8, 4), "rhs": shape(3, 4, 6)} | GROUPS,
     "grouped_wgrad": {"lhs": shape(8, 4), "dout": shape(8, 6)} | GROUPS,
     "grouped_glu": {"x": shape(8, 4), "w_gate": shape(3, 4, 6), "w_up": shape(3, 4, 6)} | GROUPS,
     "modality_grouped_matmul": {"lhs": shape(8, 4), "rhs": RHS} | GROUPS,
-}
+    "fp8_matmul": {"lhs": shape(8, 4), "rhs": shape(4, 6)},
+    "fp8_grouped_matmul": {"lhs": shape(8, 4), "rhs": shape(3, 4, 6)} | GROUPS,
+    "moe_mlp": {"x": shape(5, 4), "w_gate": shape(3, 4, 6), "w_up": shape(3, 4, 6), "w_down": shape(3, 6, 3),
+                "routing": ROUTING},
+}  # fmt: skip
 XLA, PALLAS = grouped_matmul.Plan("xla"), grouped_matmul.Plan("pallas")
 X3 = {"precision": "BF16_BF16_F32_X3"}
+
+
+def routed(**fields: Any) -> dict[str, Any]:
+    return {"routing": dataclasses.replace(ROUTING, **fields)}
+
+
+def stored(*sizes: int, scaling: str = "block_128x128") -> Quantized:
+    return quantized(*sizes, scaling=scaling, layouts="col")
+
+
+BLOCKS = {"scaling": "block_128x128", "layouts": "both"}
+ROWS = {"scaling": "block_1x128", "layouts": "both"}
+DELAYED, SCALARS = {"recipe": "delayed"}, (shape(), shape())
+ROWWISE = {"recipe": "rowwise"}
+JOINED = {"w_gate": shape(3, 4, 12), "w_up": None}
+STORED = {"w_gate": stored(3, 4, 6), "w_up": stored(3, 4, 6), "w_down": stored(3, 6, 3)}
+INSIDE = moe_mlp.Plan("xla", fused=moe_mlp.TileOrder())
 # The function, what differs from the arguments above, the error, and what its message must name.
 WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("grouped_matmul", {"lhs": shape(8, 5)}, ValueError, r"K of lhs.* is 5.*K of rhs \(3, 4, 6\).* is 4"),
@@ -79,15 +99,130 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
      "plan has 1 plans; rhs has 2 modalities: write one Plan for each, or one for all"),
     ("modality_grouped_matmul", {"plan": (XLA, PALLAS)}, ValueError, "backends pallas, xla.*the same one"),
     ("modality_grouped_matmul", X3, NotImplementedError, "BF16_BF16_F32_X3.*'highest'"),
+    *((name, {"recipe": "mxfp8"}, ValueError, "recipe='mxfp8'.*'tensorwise'.*'blockwise_with_gw_hp'")
+      for name in ("fp8_matmul", "fp8_grouped_matmul")),
+    *((name, {"backend": "pallas", "plan": fp8_matmul.Plan("xla")}, ValueError,
+       r"backend='pallas' contradicts plan\.backend='xla'") for name in ("fp8_matmul", "fp8_grouped_matmul")),
+    ("fp8_matmul", {"lhs": shape(8, 4, dtype="float8_e4m3fn")}, TypeError, r"lhs is float8_e4m3fn.*jaxops\.quantize"),
+    ("fp8_matmul", {"lhs": shape()}, ValueError, r"lhs has shape \(\).*\[\.\.\., K\]"),
+    ("fp8_matmul", {"rhs": shape(3, 4, 6)}, ValueError, r"rhs has shape \(3, 4, 6\).*\[K, N\]"),
+    ("fp8_matmul", {"lhs": shape(8, 5)}, ValueError, r"K of lhs.* is 5.*K of rhs \(4, 6\) is 4"),
+    ("fp8_matmul", {"rhs": quantized(5, 6, **BLOCKS)}, ValueError, r"K of lhs.* is 4.*K of rhs \(5, 6\) is 5"),
+    ("fp8_matmul", {"lhs": quantized(2, 8, 4, **ROWS)}, ValueError, r"lhs has shape \(2, 8, 4\).*\[M, K\]"),
+    ("fp8_matmul", {"lhs": quantized(8, 4, **BLOCKS)}, ValueError,
+     "lhs has block_128x128 scales.*'blockwise'.*'block_1x128'"),
+    ("fp8_matmul", {"rhs": quantized(4, 6, scaling="rowwise", layouts="both")}, ValueError,
+     "rhs has rowwise scales.*recipe='blockwise'.*'block_128x128'"),
+    ("fp8_matmul", ROWWISE | {"rhs": quantized(4, 6, scaling="rowwise", layouts="row")}, ValueError,
+     "no column layout, and rowwise scales.*layouts='both'"),
+    ("fp8_matmul", {"rhs": Quantized(None, None, scaling="block_128x128")}, ValueError,
+     "rhs has neither a row nor a column layout"),
+    ("fp8_matmul", {"rhs_quantized": shape(4, 6)}, TypeError, r"rhs_quantized is an array; .*jaxops\.quantize"),
+    ("fp8_matmul", {"rhs_quantized": quantized(6, 4, **BLOCKS)}, ValueError,
+     r"rhs_quantized has shape \(6, 4\).*that of rhs, \(4, 6\)"),
+    ("fp8_matmul", {"rhs_quantized": quantized(4, 6, scaling="tensorwise", layouts="both")}, ValueError,
+     "rhs_quantized has tensorwise scales.*'block_128x128'"),
+    ("fp8_matmul", dict.fromkeys(("rhs", "rhs_quantized"), quantized(4, 6, **BLOCKS)), ValueError,
+     "rhs is quantized already: omit rhs_quantized"),
+    ("fp8_matmul", {"amax": SCALARS}, ValueError, "recipe='blockwise'.*only recipe='delayed' takes amax"),
+    ("fp8_matmul", DELAYED, ValueError, "recipe='delayed' needs amax"),
+    *(("fp8_matmul", DELAYED | {"amax": amax}, ValueError, "recipe='delayed' needs amax=.*two float32 scalars")
+      for amax in (shape(), SCALARS[:1])),
+    ("fp8_matmul", DELAYED | {"amax": (shape(), shape(1))}, TypeError, r"amax\[1\] \(of rhs\) is float32\[1\].*scalar"),
+    ("fp8_matmul", DELAYED | {"amax": (shape(dtype="bfloat16"), shape())}, TypeError,
+     r"amax\[0\] \(of lhs\) is bfloat16\[\].*float32"),
+    ("fp8_matmul", DELAYED | {"amax": (1.0, shape())}, TypeError, r"amax\[0\] \(of lhs\) is a float.*float32 scalar"),
+    *(("fp8_matmul", given | {"quantize_lhs": False}, ValueError, "multiplies an array lhs by a quantized rhs")
+      for given in ({}, {"lhs": quantized(8, 4, **ROWS), "rhs": quantized(4, 6, **BLOCKS)})),
+    ("fp8_matmul", DELAYED | {"amax": SCALARS, "quantize_lhs": False}, ValueError, "use recipe='tensorwise'"),
+    ("fp8_grouped_matmul", DELAYED, ValueError, "recipe='delayed': write 'tensorwise'"),
+    ("fp8_grouped_matmul", {"rhs": shape(4, 6)}, ValueError, r"rhs has shape \(4, 6\).*\[G, K, N\]"),
+    ("fp8_grouped_matmul", {"lhs": shape(8, 5)}, ValueError, r"K of lhs.* is 5.*K of rhs \(3, 4, 6\) is 4"),
+    ("fp8_grouped_matmul", {"group_offsets": i32(3)}, ValueError,
+     r"len\(group_offsets\) is 3.*3 groups need 4 offsets"),
+    ("fp8_grouped_matmul", {"rhs_quantized": quantized(3, 6, 4, **BLOCKS)}, ValueError,
+     r"rhs_quantized has shape \(3, 6, 4\).*that of rhs, \(3, 4, 6\)"),
+    ("moe_mlp", {"w_gate": None, "w_up": None}, ValueError, "w_gate and w_up are None; pass both, or w_up alone"),
+    ("moe_mlp", {"w_up": None}, ValueError,
+     r"w_down .*E, F = 3, 3, as w_gate, \[E, D, 2 F\] without w_up, is \(3, 4, 6\)"),
+    ("moe_mlp", JOINED | {"w_gate": shape(3, 4, 7)}, ValueError,
+     r"w_gate has shape \(3, 4, 7\); without w_up .* an even number"),
+    ("moe_mlp", {"w_gate": None, "w_up": shape(3, 4, 5)}, ValueError, r"E, F = 3, 5, as w_up is \(3, 4, 5\)"),
+    ("moe_mlp", {"w_gate": None, "activation": "swiglu_oai"}, ValueError,
+     "'swiglu_oai' is a unit of gate and up.*pass w_gate"),
+    ("moe_mlp", {"biases": shape(3, 6)}, TypeError,
+     "biases is .*; pass a tuple of a bias, or None, for each of w_gate, w_up, w_down"),
+    ("moe_mlp", {"biases": (None, None)}, TypeError,
+     "biases is a tuple of 2; pass a tuple of a bias, or None, for each"),
+    ("moe_mlp", {"biases": (shape(3, 3), None, None)}, ValueError,
+     r"bias of w_gate has shape \(3, 3\); it must be \(3, 6\)"),
+    ("moe_mlp", {"biases": (None, None, shape(3, 6))}, ValueError,
+     r"bias of w_down has shape \(3, 6\); it must be \(3, 3\)"),
+    ("moe_mlp", {"biases": (None, None, i32(3, 3))}, TypeError, "the bias of w_down is int32"),
+    ("moe_mlp", JOINED | {"biases": (None, shape(3, 6), None)}, ValueError,
+     "biases has one for w_up, which is None: write None"),
+    ("moe_mlp", ROWWISE | {"biases": (None, None, shape(3, 3))}, NotImplementedError,
+     "recipe='rowwise' has no biases: leave recipe out, or add"),
+    ("moe_mlp", ROWWISE | JOINED, NotImplementedError,
+     r"recipe='rowwise' has kernels for .* two arrays only: pass w_gate\[\.\.\., :F\]"),
+    ("moe_mlp", ROWWISE | {"w_gate": None}, NotImplementedError,
+     "recipe='rowwise' has .* two arrays only: pass w_gate and w_up"),
+    ("moe_mlp", ROWWISE | {"activation": "swiglu_oai"}, NotImplementedError,
+     "recipe='rowwise' has no unit 'swiglu_oai': leave recipe out"),
+    ("moe_mlp", STORED | {"activation": "swiglu_oai"}, NotImplementedError,
+     "Quantized weights have no unit 'swiglu_oai'"),
+    ("moe_mlp", STORED | {"biases": (None, None, shape(3, 3))}, NotImplementedError,
+     "Quantized weights have no biases"),
+    ("moe_mlp", {"w_up": shape(3, 4, 7)}, ValueError,
+     r"w_up has shape \(3, 4, 7\); it must be that of w_gate, \(3, 4, 6\)"),
+    ("moe_mlp", {"w_up": shape(3, 4, 6, dtype="bfloat16")}, TypeError, "w_up is bfloat16 and w_gate is float32"),
+    ("moe_mlp", {"w_down": shape(4, 6, 3)}, ValueError,
+     r"w_down has shape \(4, 6, 3\); it must be \[E, F, N\] with E, F = 3, 6, as w_gate is \(3, 4, 6\)"),
+    ("moe_mlp", {"w_down": shape(3, 3, 6)}, ValueError,
+     r"w_down has shape \(3, 3, 6\); it must be \[E, F, N\] with E, F = 3, 6"),
+    ("moe_mlp", {"w_down": shape(3, 6, 3, dtype="float16")}, TypeError, "w_down is float16 and w_gate is float32"),
+    ("moe_mlp", {"x": shape(5, 5)}, ValueError, r"D of x.* is 5.*D of w_gate \(3, 4, 6\) is 4"),
+    ("moe_mlp", {"x": shape(6, 4)}, ValueError, r"x's number of rows is 6, but T of routing\.row_positions is 5"),
+    ("moe_mlp", {"routing": tuple(vars(ROUTING).values())}, TypeError,
+     r"routing is a tuple; pass the jaxops\.Routing"),
+    ("moe_mlp", routed(group_offsets=i32(3)), ValueError,
+     r"len\(routing\.group_offsets\) is 3.*w_gate\.shape\[0\] \+ 1.* is 4"),
+    ("moe_mlp", routed(group_offsets=shape(4)), TypeError, "group_offsets is float32"),
+    ("moe_mlp", routed(row_indices=i32(9)), ValueError,
+     r"row_indices has shape \(9,\); it must be \[T \* k\] = \(10,\)"),
+    ("moe_mlp", routed(weights=shape(2, 5)), ValueError, r"routing\.weights has shape \(2, 5\).*\(5, 2\)"),
+    ("moe_mlp", routed(weights=shape(5, 2, dtype="bfloat16")), TypeError,
+     r"routing\.weights is bfloat16; write .*astype\(jnp\.float32\)"),
+    ("moe_mlp", {"x": shape(5, 4, dtype="bfloat16")}, TypeError,
+     r"x is bfloat16 and w_gate is float32.*compute_dtype=jnp\.bfloat16 \(the weights' gradients"),
+    ("moe_mlp", {"backend": "triton"}, NotImplementedError, "needs a Hopper GPU.*this is cpu"),
+    ("moe_mlp", {"precision": jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3}, NotImplementedError,
+     "precision=BF16_BF16_F32_X3"),
+    ("moe_mlp", DELAYED, ValueError, "recipe='delayed': write 'tensorwise', "),
+    ("moe_mlp", ROWWISE | {"precision": "highest"}, ValueError,
+     "precision is 'highest'; it must be None: recipe='rowwise' sets"),
+    ("moe_mlp", {"pow2_scales": True}, ValueError, "pow2_scales=True needs an FP8 recipe"),
+    ("moe_mlp", ROWWISE | {"plan": INSIDE}, ValueError, "recipe='rowwise' has no kernel for the plan's fused"),
+    ("moe_mlp", ROWWISE | {"plan": moe_mlp.Plan("xla", gather=True)}, NotImplementedError,
+     "unit_inside.* gathers rows: leave out gather"),
+    ("moe_mlp", ROWWISE | {"plan": moe_mlp.Plan("xla", down=XLA)}, TypeError,
+     r"plan is a jaxops\.ops\.grouped_matmul\.Plan"),
+    ("moe_mlp", STORED | {"w_up": shape(3, 4, 6)}, TypeError,
+     "w_up is .*array, w_down is a Quantized: pass three arrays"),
+    ("moe_mlp", STORED | ROWWISE, ValueError, "recipe='rowwise': with Quantized weights x is not quantized"),
+    ("moe_mlp", STORED | {"precision": "highest"}, ValueError,
+     "precision is 'highest'; it must be None: Quantized weights set"),
+    ("moe_mlp", STORED | {"w_down": stored(3, 6, 3, scaling="rowwise")}, ValueError,
+     "w_down has rowwise .*block_128x128 scales"),
+    ("moe_mlp", STORED | {"w_up": Quantized(None, None, scaling="block_128x128")}, ValueError,
+     "w_up has neither a row nor a column"),
+    ("moe_mlp", STORED | {"w_down": stored(3, 3, 6)}, ValueError, "w_down has shape .*it must be .*E, F, N"),
+    ("moe_mlp", STORED | {"backend": "triton"}, NotImplementedError, "quantize_lhs=False use 'pallas'"),
+    ("moe_mlp", STORED | {"plan": moe_mlp.Plan("xla", gather=True)}, NotImplementedError,
+     "backend='xla' has no kernel that gathers rows"),
+    ("moe_mlp", STORED | {"plan": dataclasses.replace(INSIDE, backend="pallas")}, ValueError,
+     "no kernel for the plan's fused"),
 ]  # fmt: skip
-
-
-def trace(name: str, arguments: dict[str, Any]) -> Any:
-    """Runs nothing: an error needs no device and no value."""
-    is_traced = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    arrays = {key: x for key, x in arguments.items() if all(map(is_traced, jax.tree.leaves(x))) and jax.tree.leaves(x)}
-    rest = {key: x for key, x in arguments.items() if key not in arrays}
-    return jax.eval_shape(lambda arrays: getattr(jaxops, name)(**arrays, **rest), arrays)
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -98,7 +233,23 @@ def test_what_the_errors_differ_from_is_right(name):
         assert trace(name, RIGHT[name] | {"w_up": None}).shape == (8, 3)
 
 
-@pytest.mark.parametrize(("name", "change", "error", "says"), WRONG, ids=str)
+@pytest.mark.parametrize(("name", "change", "error", "says"), WRONG, ids=lambda x: x[:24] if isinstance(x, str) else "")
 def test_wrong_operands(name, change, error, says):
     with pytest.raises(error, match=says):
         trace(name, RIGHT[name] | change)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_with_gw_hp"])
+def test_no_weight_gradient_of_a_row_layout_alone(recipe):
+    """At the forward already, where the call stands that must change."""
+    x = quantized(8, 4, scaling="block_1x128", layouts="row")
+    match = "column layout" if recipe == "blockwise" else "'blockwise_with_gw_hp' multiplies the unquantized lhs"
+    with pytest.raises(NotImplementedError, match=match):
+        jax.eval_shape(lambda x, w: jax.vjp(lambda w: jaxops.fp8_matmul(x, w, recipe=recipe), w)[0], x, shape(4, 6))
+
+
+def test_ragged_lhs_quantized_without_its_groups():
+    operands = quantized(8, 4, **ROWS), shape(3, 4, 6), i32(4)
+    gradient = lambda x, w, offsets: jax.vjp(lambda w: jaxops.fp8_grouped_matmul(x, w, offsets), w)[0]
+    with pytest.raises(NotImplementedError, match="group_offsets"):
+        jax.eval_shape(gradient, *operands)

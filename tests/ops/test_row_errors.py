@@ -1,5 +1,6 @@
-"""Operands of ops over rows that do not fit each other: an error before anything is launched, which says what was
-passed and what to write instead. tests/contracts has each array and each option by itself."""
+"""Operands of ops over rows, of casts, and of the last layer that do not fit each other: an error before anything is
+launched, which says what was passed and what to write instead. tests/contracts has each array and each option by
+itself."""
 
 import dataclasses
 from typing import Any
@@ -9,19 +10,11 @@ import numpy as np
 import pytest
 
 import jaxops
+from jaxops.ops import quantize
+from tests.ops.wrong_operands import i32, shape, trace
 
 T, D, B, R = 8, 6, 3, 16
 OFFSETS, SAME = np.array([0, 2, 5, 8], np.int32), np.arange(T + 1, dtype=np.int32)  # of as many sequences as rows
-
-
-def shape(*sizes: int, dtype="float32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def i32(*sizes: int) -> jax.ShapeDtypeStruct:
-    return shape(*sizes, dtype="int32")
-
-
 SCALAR = shape()
 ROUTING = jaxops.Routing(shape(T, 2), i32(T, 2), i32(R), i32(T, 2), i32(4), i32(3), SCALAR, SCALAR)  # pyright: ignore
 
@@ -48,7 +41,16 @@ RIGHT: dict[str, dict[str, Any]] = {
     "gated_residual_adaln": ROWS | modulated(B, D),
     "packed_attention": HEADS,
     "cached_attention": CACHE,
+    "quantize": {"x": shape(T, D)},
+    "linear_cross_entropy": {"x": shape(3, 4), "w": shape(4, 5), "targets": i32(3)},
 }
+TENSORWISE = {"scaling": "tensorwise"}
+
+
+def tiled(*sizes: int, **options: Any) -> dict[str, Any]:
+    return {"plan": quantize.Plan("pallas", quantize.Tiles(*sizes))} | options
+
+
 # The function, what differs from the arguments above, the error, and what its message must name.
 WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("route", {"logits": shape(5, 0), "selection_bias": None, "expert_groups": 1, "top_expert_groups": 1}, ValueError,
@@ -129,15 +131,33 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("cached_attention", {"rotary": (shape(2, 2), shape(2, 2))}, ValueError, r"rotary\[0\]"),
     ("cached_attention", {"rotary": (shape(B, 2), shape(B, 1))}, ValueError, r"rotary\[1\]"),
     ("cached_attention", {"rotary": (shape(B, 4), shape(B, 4))}, ValueError, "8 features"),
+    ("quantize", {"x": shape(D)}, ValueError, r"x has shape \(6,\).*\[M, K\] or a stack \[G, M, K\].*reshape"),
+    ("quantize", {"dtype": "float8_e4m3fnuz"}, TypeError, "dtype=float8_e4m3fnuz"),
+    ("quantize", {"backend": "xla", "plan": quantize.Plan("pallas")}, ValueError,
+     r"backend='xla' contradicts plan\.backend='pallas'"),
+    ("quantize", {"x": shape(2, T, D), "group_offsets": OFFSETS}, ValueError,
+     r"x has shape \(2, 8, 6\), a stack.*one matrix \[M, K\]"),
+    ("quantize", {"scaling": "block_128x128", "group_offsets": OFFSETS}, NotImplementedError,
+     "'block_128x128' does not take group_offsets.*'block_1x128'"),
+    ("quantize", {"amax": np.float32(1)}, ValueError, "amax is one number.*scaling='block_1x128'.*'tensorwise'"),
+    ("quantize", TENSORWISE | {"amax": np.float16(1)}, TypeError, r"amax is float16.*amax\.astype\(jnp\.float32\)"),
+    ("quantize", TENSORWISE | {"amax": 1.0}, TypeError, "amax is a float.*float32 scalar"),
+    ("quantize", TENSORWISE | {"amax": np.ones(2, np.float32)}, ValueError, r"amax has shape \(2,\).*must be \(\)"),
+    # Tiles that cut what shares a scale.
+    ("quantize", tiled(64, 128, layouts="both"), ValueError, "rows must be 128 .*layouts='both'"),
+    ("quantize", tiled(128, 256, layouts="col"), ValueError, "cols must be at most 128"),
+    ("quantize", tiled(16, 64), ValueError, "cols must be a multiple of 128"),
+    ("quantize", tiled(128, 64, scaling="block_128x128"), ValueError, "cols must be a multiple of 128"),
+    ("linear_cross_entropy", {"w": shape(6, 5)}, ValueError,
+     r"D of x \(its columns\) is 4, but D of w \(6, 5\) is 6"),
+    ("linear_cross_entropy", {"w": shape(4, 0)}, ValueError, "at least one word"),
+    ("linear_cross_entropy", {"targets": i32(2)}, ValueError, "a word for each row of x"),
+    ("linear_cross_entropy", {"bias": shape(4)}, ValueError, r"len\(bias\) is 4"),
+    ("linear_cross_entropy", {"weights": shape(3), "reduction": "none"}, ValueError,
+     "weights with reduction='none'"),
+    ("linear_cross_entropy", {"w": shape(4, 5, dtype="bfloat16")}, TypeError,
+     r"pass compute_dtype=jnp\.float32"),
 ]  # fmt: skip
-
-
-def trace(name: str, arguments: dict[str, Any]) -> Any:
-    """Runs nothing: an error needs no device and no value."""
-    is_traced = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    arrays = {key: x for key, x in arguments.items() if any(map(is_traced, jax.tree.leaves(x)))}
-    rest = {key: x for key, x in arguments.items() if key not in arrays}
-    return jax.eval_shape(lambda arrays: getattr(jaxops, name)(**arrays, **rest), arrays)
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -146,7 +166,7 @@ def test_what_the_errors_differ_from_is_right(name):
     assert jax.tree.leaves(trace(name, RIGHT[name]))
 
 
-@pytest.mark.parametrize(("name", "change", "error", "says"), WRONG, ids=str)
+@pytest.mark.parametrize(("name", "change", "error", "says"), WRONG, ids=lambda x: x[:24] if isinstance(x, str) else "")
 def test_wrong_operands(name, change, error, says):
     with pytest.raises(error, match=says):
         trace(name, RIGHT[name] | change)

@@ -1,7 +1,6 @@
 """Values and gradients beside NumPy in float64, tokens that do not count, a split vocabulary, work and memory."""
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -165,9 +164,9 @@ def test_tokens_that_do_not_count(chunk):
     a["targets"][:] = IGNORED
     got = found(a, "mean", (1.0,), {}, chunk=chunk)
     assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(got))
-    for reduction in ("mean", "none"):
-        of = loss(put(a["x"]), put(a["w"]), put(a["targets"]), reduction=reduction, chunk=chunk)
-        assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(of))
+    without_gradients = jax.jit(lambda *given: [loss(*given, reduction=r, chunk=chunk) for r in ("mean", "none")])
+    got = without_gradients(put(a["x"]), put(a["w"]), put(a["targets"]))
+    assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(got))
     a["targets"][:] = 12345  # is ignored by another number, too
     assert found(a, "sum", (1.0,), {}, ignore_index=12345)[0][0] == 0
 
@@ -247,8 +246,10 @@ def test_rows_at_a_time():
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(("reduction", "transpose_w"), [("mean", False), ("sum", True), ("none", False)])
+@pytest.mark.parametrize(
+    ("reduction", "transpose_w", "check_vma"),
+    [("mean", False, True), ("sum", True, True), ("none", False, True), ("none", False, False)],
+)
 def test_a_split_vocabulary(reduction, transpose_w, check_vma):
     """Over four devices: results and gradients of one, some words on no target's device."""
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "soft_cap": 3.0, "transpose_w": transpose_w}
@@ -265,27 +266,15 @@ def test_a_split_vocabulary(reduction, transpose_w, check_vma):
     specs = {name: specs[name] for name in names}
     split = jax.shard_map(part, mesh=mesh_of(4), in_specs=(specs, P()), out_specs=P(), check_vma=check_vma)
     cotangents = tuple(jnp.asarray(c, jnp.float32) for c in cotangents_of(21, reduction))
-    out, vjp = jax.vjp(lambda given: split(given, targets), given)
+
+    @jax.jit
+    def results(given):
+        out, vjp = jax.vjp(lambda given: split(given, targets), given)
+        return out, vjp(cotangents)[0]
+
+    out, gradients = results(given)
     want = expected(a, cotangents=cotangents_of(21, reduction), **options)
     for got, wanted in zip(out, want[0], strict=True):
         assert_close(got, np.asarray(wanted), "float32", scale=2)
-    for name, got in vjp(cotangents)[0].items():
+    for name, got in gradients.items():
         assert_close(got, want[1][name], "float32", name, scale=2)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "says"),
-    [
-        ({"w": np.zeros((6, 5))}, ValueError, "D of x (its columns) is 4, but D of w (6, 5) is 6"),
-        ({"w": np.zeros((4, 0))}, ValueError, "at least one word"),
-        ({"targets": np.zeros(2, np.int32)}, ValueError, "a word for each row of x"),
-        ({"bias": np.zeros(4)}, ValueError, "len(bias) is 4"),
-        ({"weights": np.zeros(3), "reduction": "none"}, ValueError, "weights with reduction='none'"),
-        ({"w": jnp.zeros((4, 5), jnp.bfloat16)}, TypeError, "pass compute_dtype=jnp.float32"),
-    ],
-)
-def test_errors(change, error, says):
-    right = {"x": np.zeros((3, 4)), "w": np.zeros((4, 5)), "targets": np.zeros(3, np.int32)}
-    given = {name: put(a) if isinstance(a, np.ndarray) else a for name, a in (right | change).items()}
-    with pytest.raises(error, match=re.escape(says)):
-        jaxops.linear_cross_entropy(**given)

@@ -225,6 +225,8 @@ def test_dequantize(scaling, dtype):
         assert (error <= 1.02 * half * size + 2e-4).all()
         assert error.mean() > 0.1 * half * size[np.isfinite(size)].mean()  # or it was not quantised
     assert jax.eval_shape(lambda q: jaxops.dequantize(q, jnp.float16), q).dtype == jnp.float16
+    with pytest.raises(TypeError, match=r"q is a.*jaxops\.quantize"):
+        jaxops.dequantize(x)
 
 
 def test_no_gradient():

@@ -108,16 +108,11 @@ def everything(
     return both(functools.partial(op.call, **(op.ways[way] if how is None else how)), held, others, cotangents)
 
 
-@functools.cache
-def _compiled(name: str, way: str):
-    return jax.jit(functools.partial(everything, EVERYTHING[name], way))
-
-
 def run(op: Op, way: str, arguments: Arguments, cotangents: list) -> tuple[Any, Arguments]:
-    """In numpy. Ops are not under jit; layers and collectives are, or JAX would compile each operation by itself."""
+    """In numpy. Collectives are under jit: JAX would compile each of their operations by itself."""
     if way == "triton" and "backend" in op.ways[way]:
         options_of(way)  # skips elsewhere than on Hopper
-    f = _compiled(op.name, way) if op in LAYERS or op.sharded else functools.partial(everything, op, way)
+    f = program(op.name, way) if op.sharded else functools.partial(everything, op, way)
     return jax.tree.map(np.asarray, f(*parts(op, arguments), cotangents))
 
 
@@ -183,7 +178,8 @@ def stacked(trees: list):
 
 
 @functools.cache
-def _program(name: str, way: str, options: tuple):
+def program(name: str, way: str, options: tuple = ()):
+    """`everything` of parts and cotangents, compiled once a shape."""
     op = EVERYTHING[name]
     return jax.jit(functools.partial(everything, op, way, how=op.ways[way] | dict(options)))
 
@@ -201,13 +197,12 @@ def compare(name: str, way: str, arguments: Arguments, kind: str = "float32", sc
       options: of the call. A plan or a precision instead of the way's.
     """
     op = EVERYTHING[name]
-    program = _program(name, way, tuple(options.items()))
     exact = _reference_with(name, tuple((key, x) for key, x in options.items() if key not in ("plan", "precision")))
     shapes = jax.eval_shape(functools.partial(op.call, **op.ways[way] | options), arguments)
     rng = np.random.default_rng(7)
     cotangents = [rng.normal(size=x.shape).astype(x.dtype) for x in jax.tree.leaves(shapes)]
     given, outside = spoiled(op, arguments, cotangents)
-    got = jax.tree.map(np.asarray, program(*parts(op, given), outside))
+    got = jax.tree.map(np.asarray, program(name, way, tuple(options.items()))(*parts(op, given), outside))
     _, of_results = spoiled(op, arguments, [np.zeros(x.shape, np.float32) for x in cotangents])
     clean = [np.where(np.isnan(x), 0, np.asarray(c, np.float32)) for x, c in zip(of_results, cotangents, strict=True)]
     want = exact(*parts(op, jax.tree.map(lambda x: x.astype(np.float32) if is_float(x) else x, arguments)), clean)

@@ -1,14 +1,13 @@
 """Every op over groups of rows: all kinds of groups, at random too, and offsets that break the contract."""
 
-import functools
 import itertools
 
 import jax
 import numpy as np
 import pytest
 
-from tests.contracts.entry import Arguments, Op
-from tests.contracts.run import EVERYTHING, cases, check_outside, compare, cotangents_of, everything, parts, small
+from tests.contracts.entry import Arguments, Dims, Op
+from tests.contracts.run import EVERYTHING, cases, check_outside, compare, cotangents_of, parts, program, small
 
 pytestmark = pytest.mark.versions
 ROWS = 80
@@ -22,9 +21,14 @@ def has_groups(op: Op, way: str) -> bool:
 CASES = cases(("xla", "interpret", "gpu"), where=has_groups)
 
 
-def arguments_of(op: Op, offsets=None, seed: int = 0) -> Arguments:
-    """Of sizes that no tile divides; offsets: instead of random ones."""
-    made = small(op, seed, **{size: 2 * n + 5 for size, n in op.sizes.items() if size != "G"} | {"M": ROWS})
+def sizes_of(op: Op) -> Dims:
+    """That no tile divides; one program of each op and way serves all tests."""
+    return {size: 2 * n + 5 for size, n in op.sizes.items() if size != "G"} | {"M": ROWS}
+
+
+def arguments_of(op: Op, offsets=None) -> Arguments:
+    """offsets: instead of random ones."""
+    made = small(op, **sizes_of(op))
     return made if offsets is None else made | {"group_offsets": np.asarray(offsets, np.int32)}
 
 
@@ -70,15 +74,12 @@ def test_routings(name, way):
 def test_offsets_that_break_the_contract(name, way):
     """Below 0, past the rows, decreasing: some result of the right shape, no access out of bounds (sanitize.py)."""
     op = EVERYTHING[name]
-    program = jax.jit(functools.partial(everything, op, way))
-    arguments, G = arguments_of(op), groups_of(op)
-    held, others = parts(op, arguments)
-    cotangents = cotangents_of(op, **{size: 2 * n + 5 for size, n in op.sizes.items() if size != "G"} | {"M": ROWS})
-    shapes = jax.eval_shape(program, held, others, cotangents)
+    (held, others), cotangents = parts(op, arguments_of(op)), cotangents_of(op, **sizes_of(op))
+    right = program(name, way)(held, others, cotangents)
     for bad in ([-5, 10, 30, 40, 50], [0, 10, 30, 9, 10_000], [0, ROWS] * 3, [2**31 - 1, -(2**31), 0, 7, 9]):
-        offsets = np.resize(np.array(bad, np.int32), G + 1)
-        found = jax.block_until_ready(program(held, others | {"group_offsets": offsets}, cotangents))
-        assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, shapes)
+        offsets = np.resize(np.array(bad, np.int32), groups_of(op) + 1)
+        found = jax.block_until_ready(program(name, way)(held, others | {"group_offsets": offsets}, cotangents))
+        assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, right)
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
@@ -93,7 +94,7 @@ def test_a_row_that_is_nan_stays_in_its_group(name, way):
     has_rows = cotangents[0].shape[0] == ROWS
     if has_rows:
         cotangents[0][other] = np.nan
-    found = jax.jit(functools.partial(everything, op, way))(*parts(op, arguments), cotangents)
+    found = program(name, way)(*parts(op, arguments), cotangents)
     found = results, gradients = jax.tree.map(np.asarray, found)
     check_outside(op, arguments, *found, found)
     sums = {key: x for key, x in gradients.items() if key not in (*op.local, "accumulate_into", "bias", "biases")}

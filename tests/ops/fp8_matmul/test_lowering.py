@@ -55,11 +55,11 @@ def pallas_candidates(device) -> list[Tiles]:
     return sorted({(tiles.bm, tiles.bn): tiles for tiles in found}.values(), key=lambda tiles: (tiles.bm, tiles.bn))
 
 
-@pytest.mark.parametrize("device", [H200, L4], ids=["H200", "L4"])
 @pytest.mark.parametrize("tiles", pallas_candidates(L4), ids=lambda tiles: f"{tiles.bm}x{tiles.bn}")
-def test_candidates(device, tiles):
-    assert kernels(lowered(device, None, ("block_1x128", "block_128x128"), tiles)) == 1
-    assert kernels(lowered(device, "contraction", ("block_1x128", "block_1x128"), tiles)) == 2  # and its schedule
+def test_candidates(tiles):
+    """On the smaller card; the other one's products are below."""
+    assert kernels(lowered(L4, None, ("block_1x128", "block_128x128"), tiles)) == 1
+    assert kernels(lowered(L4, "contraction", ("block_1x128", "block_1x128"), tiles)) == 2  # and its schedule
 
 
 @pytest.mark.parametrize("ragged", [None, "rows", "contraction"], ids=str)

@@ -103,10 +103,11 @@ def test_a_recipe_is_one_entry(half, sizes, monkeypatch):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(("recipe", "sizes"), [("tensorwise", None), ("rowwise", None), ("blockwise", [100, 91])])
-def test_range(recipe, sizes, run):
-    """Operands at the ends of the range that the docs name: a power of two as factor changes no digit."""
-    case = make_case(191, 139, 45, sizes=sizes)
+@pytest.mark.parametrize("recipe", KINDS)
+def test_range(recipe, run):
+    """Operands at the ends of the range that the docs name: a power of two as factor changes no digit. In the programs
+    of `test_groups`."""
+    case = make_case(191, 139, 45, sizes=(100, 0, 91))
     wanted = [np.asarray(y) for y in run_all(case, recipe, run)]
     top = 112 - 8 - int(np.ceil(np.log2(max(np.abs(x).max() for x in (case.x, case.w)))))  # no sum is of more than 2**8
     for of_x, of_w in ((top, 0), (0, top), (top, -40), (-80, 0), (0, -80), (-40, -40)):

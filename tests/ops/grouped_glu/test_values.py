@@ -49,7 +49,7 @@ def test_few_rows(run, sizes, before, after):
 
 
 @pytest.mark.parametrize("run", ["own", pytest.param("own-gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.gpu), "bfloat16"])
 def test_own_tiles_of_few_rows(run, dtype):
     """Sums in four parts; one program for both routings."""
     for sizes in ((1, 0, 4), (0, 2, 3)):
@@ -77,6 +77,9 @@ def test_what_stands_outside_is_not_read(run, joined):
         assert not np.asarray(half)[np.isnan(case.dh).all(axis=1)].any()
 
 
+HALVES = ("bfloat16", "float16")
+
+
 # Every kernel calls one table of activations, which tests/_lib compares: interpreted, some with each kernel.
 @pytest.mark.parametrize(
     ("run", "activation"),
@@ -96,8 +99,14 @@ def test_activations(run, activation):
     check(run, [5, 0, 9], 8 if activation != "swiglu_oai" else 200, 12, activation=activation)
 
 
-@pytest.mark.parametrize("run", [*RUNS, *SPLIT])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("run", "dtype"),
+    [
+        ("xla", "float16"),
+        *((run, "bfloat16") for run in ("interpret", "fused-split")),
+        *(pytest.param(run, dtype, marks=pytest.mark.gpu) for run in ("gpu", "fused-split-gpu") for dtype in HALVES),
+    ],
+)
 def test_half(run, dtype):
     """The weights of gate and up in two arrays, and in one, which the kernel for few rows does not read."""
     joined = dtype == "float16" and not run.startswith("fused")

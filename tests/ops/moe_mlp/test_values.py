@@ -52,7 +52,9 @@ VARIANTS |= FORMS
 @pytest.mark.parametrize(
     ("variant", "run"),
     [
-        *((variant, run) for variant in VARIANTS for run in RUNS[:2]),
+        *((variant, "xla") for variant in VARIANTS),
+        # Interpreted, every form of weights; other sizes and dtypes in the ops that it consists of.
+        *((variant, "interpret") for variant in ("shard", "eight", "gpt-oss", "joined", "alone")),
         *(pytest.param(variant, "gpu", marks=pytest.mark.gpu) for variant in VARIANTS),
         # The forward's kernel for few rows; the backward is that of the other runs. More sizes: tests/ops/grouped_glu.
         *((variant, "few") for variant in ("shard", "eight", "gpt-oss")),

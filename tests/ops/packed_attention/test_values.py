@@ -150,7 +150,7 @@ def test_keys_of_other_rows(packing, key_packing, seed):
     check_every_way("until-window", True, packing, key_packing, seed)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", ["causal", "window", "until-window"])
 @settings(max_examples=4)
 @given(packings, st.integers(0, 5))
 def test_sinks_cap_and_narrow_values(mask, packing, seed):
@@ -161,10 +161,14 @@ def test_a_sink_that_takes_nothing():
     """-inf is as no sink; with a sink that takes all, nothing is left."""
     q, k, v, _ = arrays(0)
     ends = np.array([2, 9, 30], np.int32)
-    for plan in PLANS.values():
-        call = functools.partial(jaxops.packed_attention, q, k, v, ends, causal=True, plan=plan, **EXACT)
-        sinks = np.array([-np.inf, -np.inf, 1e6, 1e30], np.float32)
-        with_some, without = np.asarray(call(sinks=sinks)), np.asarray(call())
+    sinks = np.array([-np.inf, -np.inf, 1e6, 1e30], np.float32)
+
+    @jax.jit
+    def every(q, k, v, sinks):
+        call = functools.partial(jaxops.packed_attention, q, k, v, ends, causal=True, **EXACT)
+        return [(call(sinks=sinks, plan=plan), call(plan=plan)) for plan in PLANS.values()]
+
+    for with_some, without in every(q, k, v, sinks):
         assert_close(with_some[:, :2], without[:, :2], "float32")
         assert not with_some[:, 2:].any()
 

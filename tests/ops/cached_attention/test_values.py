@@ -13,7 +13,8 @@ from tests.compare import assert_close
 from tests.hopper import lower_for_h200, pallas_costs
 
 NAMES = ("qkv", "k_cache", "v_cache", "at")
-BACKENDS = ["xla", "pallas", pytest.param("auto", marks=pytest.mark.gpu)]
+# In one program, which has the reference once: without jit in tests/contracts/test_eager.py.
+TOGETHER = [pytest.param(("xla", "pallas"), id="xla-pallas"), pytest.param(("auto",), marks=pytest.mark.gpu, id="auto")]
 
 
 def operands(B: int, K: int, G: int, S: int, H: int, dtype: str) -> dict:
@@ -44,12 +45,17 @@ def attend(function, a: dict, **how):
     return function(*(a[name] for name in NAMES), **{name: x for name, x in a.items() if name not in NAMES}, **how)
 
 
+def by_each(backends: tuple[str, ...], **how):
+    """A function of operands that gives the results by each backend, in one program."""
+    every = [functools.partial(attend, jaxops.cached_attention, backend=backend, **how) for backend in backends]
+    run = jax.jit(lambda a: [call(a)[0] for call in every])
+    return lambda a: list(map(np.asarray, run(a)))
+
+
 # Of the sizes here the kernel takes 1, 1, 2, 4 and 16 parts of a row; heads of a key are few, one, and more than 16.
 SIZES = [(5, 2, 3, 37, 24), (1, 1, 1, 1, 1), (6, 1, 1, 131, 16), (3, 3, 2, 300, 8), (1, 1, 20, 1100, 40)]
 
 
-# In one program, which has the reference once: without jit in tests/contracts/test_eager.py.
-TOGETHER = [pytest.param(("xla", "pallas"), id="xla-pallas"), pytest.param(("auto",), marks=pytest.mark.gpu, id="auto")]
 # Features that are rotated: all, some, of heads with an odd number of them, and all of a head of two.
 TURNED = [(SIZES[0], 24, ""), (SIZES[3], 6, ""), ((2, 2, 2, 7, 5), 2, ""), ((3, 1, 2, 5, 2), 2, ""),
           (SIZES[0], 10, "qk_norm"), (SIZES[0], 24, "rotary")]  # fmt: skip
@@ -108,17 +114,18 @@ def test_a_row_without_a_position_is_zero_and_has_no_gradient():
     assert gradient[0].any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_scores_far_below_zero(backend):
+@pytest.mark.parametrize("backends", TOGETHER)
+def test_scores_far_below_zero(backends):
     """All equal, in 16 parts: the result is the mean of the values."""
     _, K, _, S, H = SIZES[4]
     q, k = -jnp.ones((1, 20, H)), jnp.ones((1, K, H))
     values = jnp.asarray(np.random.default_rng(0).normal(size=(1, K, S, H)), jnp.float32)
     qkv = jnp.concatenate([q, k, values[:, :, S - 1]], axis=1)
     at = jnp.array([S - 1], jnp.int32)
-    out = jaxops.cached_attention(qkv, jnp.ones((1, K, S, H)), values, at, scale=10.0, backend=backend)[0]
-    mean = jnp.broadcast_to(jnp.mean(values, axis=2), out.shape)
-    np.testing.assert_allclose(out, mean, rtol=1e-3, atol=1e-3)
+    caches = {"k_cache": jnp.ones((1, K, S, H)), "v_cache": values}
+    mean = np.broadcast_to(np.mean(values, axis=2), q.shape)
+    for out in by_each(backends, scale=10.0)(caches | {"qkv": qkv, "at": at}):
+        np.testing.assert_allclose(out, mean, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("B", "kernels"), [(64, 1), (1, 2)])
@@ -165,56 +172,51 @@ def test_two_tokens_after_another():
         return jax.lax.scan(step, (k_cache, v_cache), jnp.arange(2, dtype=jnp.int32))
 
     del a["sinks"]
-    runs = [two(**(a | {name: a[name].copy() for name in ("k_cache", "v_cache")}), backend=b) for b in BACKENDS[:2]]
+    runs = [
+        two(**(a | {name: a[name].copy() for name in ("k_cache", "v_cache")}), backend=b) for b in ("xla", "pallas")
+    ]
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *runs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backends", TOGETHER)
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_mixed_dtypes(backend, dtypes):
+def test_mixed_dtypes(backends, dtypes):
     """Queries are multiplied in the caches' dtype; the result is not rounded to it."""
     a = operands(5, 2, 3, 37, 24, "float32")
     own, caches = dtypes
     a |= {"qkv": a["qkv"].astype(own)} | {name: a[name].astype(caches) for name in ("k_cache", "v_cache")}
-    out = attend(jaxops.cached_attention, a, backend=backend)[0]
     clean = a | {"qkv": jnp.nan_to_num(a["qkv"]).astype(caches)}
-    want = attend(cached_attention_reference, clean)[0]
-    assert out.dtype == own
-    assert_close(out, want, "bfloat16")
-    assert own != "float32" or jnp.any(out != out.astype(caches).astype(own))
+    want = jax.jit(functools.partial(attend, cached_attention_reference))(clean)[0]
+    for out in by_each(backends)(a):
+        assert out.dtype == own
+        assert_close(out, want, "bfloat16")
+        assert own != "float32" or np.any(out != out.astype(jnp.dtype(caches)).astype(own))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_products_in_bfloat16_of_float32(backend):
+@pytest.mark.parametrize("backends", TOGETHER)
+def test_products_in_bfloat16_of_float32(backends):
     """By precision; values of the caches stay."""
     a = operands(5, 2, 3, 37, 24, "float32")
-    rounded, exact = (
-        attend(jaxops.cached_attention, a, backend=backend, precision=precision)[0]
-        for precision in ("BF16_BF16_F32", "highest")
-    )
-    error = jnp.max(jnp.abs(rounded - exact))
-    assert 1e-4 < error < 3e-2, error
+    each = (by_each(backends, precision=precision)(a) for precision in ("BF16_BF16_F32", "highest"))
+    for rounded, exact in zip(*each, strict=True):
+        assert 1e-4 < np.max(np.abs(rounded - exact)) < 3e-2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("value", [np.inf, np.nan, -np.inf])
-def test_sinks_of_any_size(backend, value):
-    """Rows without a position are zero all the same."""
+@pytest.mark.parametrize("backends", TOGETHER)
+def test_sinks_of_any_size(backends):
+    """Rows without a position are zero all the same; a sink of -inf is none."""
     a = operands(5, 2, 3, 37, 24, "float32")
-    sinks, run = (
-        jnp.full_like(a["sinks"], value),
-        functools.partial(attend, jaxops.cached_attention, precision="highest"),
-    )
-    out = run(a | {"sinks": sinks}, backend=backend)[0]
-    np.testing.assert_array_equal(out[2:4], jnp.zeros_like(out[2:4]))
-    if np.isfinite(value) or value < 0:
-        del a["sinks"]
-        want = run(a, backend="xla")[0] if value < 0 else jnp.zeros_like(out)
-        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    sinks = a.pop("sinks")
+    run = by_each(backends)
+    without = run(a)
+    for value in (np.inf, np.nan, -np.inf):
+        for out, want in zip(run(a | {"sinks": jnp.full_like(sinks, value)}), without, strict=True):
+            assert not out[2:4].any()
+            if value < 0:
+                np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS[:2])
-def test_a_window_as_long_as_any(backend):
+def test_a_window_as_long_as_any():
     a = operands(5, 2, 3, 37, 24, "float32")
-    whole, wide = (attend(jaxops.cached_attention, a, backend=backend, window=w)[0] for w in (None, 2**64))
-    np.testing.assert_array_equal(whole, wide)
+    whole, wide = (by_each(("xla", "pallas"), window=window)(a) for window in (None, 2**64))
+    jax.tree.map(np.testing.assert_array_equal, whole, wide)

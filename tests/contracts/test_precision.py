@@ -11,7 +11,6 @@ import pytest
 from tests.contracts.entry import Op
 from tests.contracts.run import EVERYTHING, cases, cotangents_of, everything, is_float, parts, small
 from tests.contracts.test_x64 import traced
-from tests.hopper import lower_for_h200
 from tests.jaxprs import same_operations
 
 
@@ -46,7 +45,7 @@ def multiplies(op: Op, way: str) -> bool:
 
 
 def is_compared(op: Op, way: str) -> bool:
-    """Kernels with products are lowered, below."""
+    """Kernels with products are lowered, in test_costs.py."""
     return way == "xla" or not op.multiplies
 
 
@@ -85,13 +84,3 @@ def test_precision(precision, name, way, set_precision):
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         if is_float(g):
             assert error(g, w) <= 8 * product_error(precision)
-
-
-@pytest.mark.parametrize("name", [name for name, op in EVERYTHING.items() if op.pallas and op.multiplies])
-def test_kernels_are_lowered(name, set_precision):
-    """For an H200, forward and backward."""
-    op = EVERYTHING[name]
-    set_precision("BF16_BF16_F32")
-    how = {key: value for key, value in op.ways["gpu"].items() if key != "precision"}
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*parts(op, small(op)), cotangents_of(op)))
-    assert "__gpu$xla.gpu.triton" in lower_for_h200(lambda *given: everything(op, "gpu", *given, how=how), *shapes)

@@ -254,15 +254,15 @@ def test_gradients_of_some_arguments(name, way):
         some = dataclasses.replace(op, wrt=wrt)
         return str(jax.make_jaxpr(functools.partial(everything, some, way))(*parts(some, arguments), cotangents))
 
-    choices = [op.wrt, *((argument,) for argument in op.wrt)]
-    first = [traced(wrt) for wrt in choices]
-    assert [traced(wrt) for wrt in choices] == first
+    first = traced(op.wrt)
     for argument in op.wrt:
+        traced((argument,))
         held, others = parts(dataclasses.replace(op, wrt=(argument,)), arguments)
         with pytest.raises(TypeError, match=r"forward-mode.*custom_vjp"):
             jax.jit(
                 lambda held, others: jax.jvp(lambda held: op.call(held | others, **op.ways[way]), (held,), (held,))
             ).lower(held, others)
+    assert traced(op.wrt) == first
 
 
 def has_second_order(op: Op, way: str) -> bool:

@@ -7,7 +7,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 import jaxops
@@ -112,14 +111,6 @@ def whole(a: Arguments) -> Arguments:
         owner, _, field = name.partition(".")
         found[owner] = dataclasses.replace(found[owner], **{field: a[name]})
     return found
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32")
-
-
-def i32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "int32")
 
 
 def offsets(rng: np.random.Generator, M: int, G: int) -> np.ndarray:

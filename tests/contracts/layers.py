@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxops.nn
-from tests.contracts.entry import EXACT, Arguments, Dims, Op, f32, i32, random_offsets, reference, rows_outside
+from tests.arrays import f32, i32
+from tests.contracts.entry import EXACT, Arguments, Dims, Op, random_offsets, reference, rows_outside
 from tests.contracts.ops import fp8_expected
 from tests.parallel.cases import mesh_of
 

@@ -13,14 +13,13 @@ import numpy as np
 import jaxops
 from jaxops.ops import adaln, cached_attention, fp8_matmul, grouped_matmul, packed_attention, quantize, route
 from jaxops.ops.linear_cross_entropy import Plan as LossPlan
+from tests.arrays import f32, i32
 from tests.contracts.entry import (
     EXACT,
     Arguments,
     Dims,
     Op,
     described,
-    f32,
-    i32,
     offsets,
     outside_of,
     random_offsets,

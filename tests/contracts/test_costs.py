@@ -14,6 +14,7 @@ import pytest
 import jaxops
 from jaxops._lib.planning.costs import Cost, allocated
 from jaxops.ops import adaln, cached_attention, grouped_glu, grouped_matmul, packed_attention
+from tests.arrays import i32, shape
 from tests.contracts.entry import Arguments, Op
 from tests.contracts.ops import OPS
 from tests.contracts.run import is_float
@@ -42,14 +43,6 @@ def triton_costs(fn, *shapes) -> list[tuple[int, int]]:
         gluon.compiled(fn, *shapes)
     assert "triton_kernel_call_ffi" in texts[0]
     return [(flops, moved) for name, flops, moved in costs_of(texts[0]) if flops and not name]
-
-
-def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def i32(*sizes: int) -> jax.ShapeDtypeStruct:
-    return shape(*sizes, dtype="int32")
 
 
 def gradients(f: Any) -> Any:

@@ -67,7 +67,8 @@ def test_routings(name, way):
         try:
             compare(name, way, arguments_of(op, offsets), scale=scale_of(op))
         except AssertionError as error:
-            raise AssertionError(f"{said}, {offsets.tolist()}: {error}") from error
+            error.add_note(f"{said}: {offsets.tolist()}")
+            raise
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)

@@ -16,7 +16,8 @@ import jaxops
 from jaxops.offload import residual_bytes
 from jaxops.offload.residuals import OF_LAYERS, of_jaxops
 from jaxops.ops import adaln, packed_attention
-from tests.contracts.entry import FUNCTIONS, Op, f32
+from tests.arrays import f32
+from tests.contracts.entry import FUNCTIONS, Op
 from tests.contracts.layers import LAYERS, MAKERS
 from tests.contracts.ops import OPS
 from tests.contracts.run import EVERYTHING, is_float, parts, small

@@ -47,4 +47,5 @@ def test_sizes(name, way):
         try:
             check(op, way, jax.tree.map(np.asarray, found), want)
         except AssertionError as error:
-            raise AssertionError(f"with {sizes}: {error}") from error
+            error.add_note(f"with {sizes}")
+            raise

@@ -15,6 +15,7 @@ import pytest
 import jaxops
 from jaxops import described, ops, tuning
 from jaxops.ops.fp8_matmul import RECIPES, recipes
+from tests import arrays
 from tests.arrays import put
 from tests.contracts import devices, entry, run, test_devices, test_sizes, test_transforms, test_x64
 from tests.hopper import on_h200
@@ -110,7 +111,7 @@ def op(tmp_path, monkeypatch):
     monkeypatch.setitem(entry.FUNCTIONS, OP, function)
     (source,) = (block for block in BLOCKS if block.startswith("described("))
     names = {"Plan": package.Plan, "Tiles": package.Tiles}
-    monkeypatch.setitem(run.EVERYTHING, OP, eval(source, vars(entry) | names))
+    monkeypatch.setitem(run.EVERYTHING, OP, eval(source, vars(arrays) | vars(entry) | names))
     yield package
     for name in [name for name in sys.modules if name.startswith(f"jaxops.ops.{OP}")]:
         del sys.modules[name]

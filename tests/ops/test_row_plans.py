@@ -21,6 +21,7 @@ from jaxops.described import descriptions
 from jaxops.ops import adaln, cached_attention, packed_attention, permute, route
 from jaxops.ops.cached_attention import plan as cached_plan
 from jaxops.ops.packed_attention import plan as packed_plan
+from tests.arrays import f32, i32, shape
 from tests.hopper import costs_of, lower_for_h200, on_h200
 from tests.plans import choices
 
@@ -255,18 +256,6 @@ def test_heads_that_do_not_fit_take_xla():
 
 
 # Calls, lowered
-
-
-def shape(*sizes: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def i32(*sizes: int) -> jax.ShapeDtypeStruct:
-    return shape(*sizes, dtype="int32")
-
-
-def f32(*sizes: int) -> jax.ShapeDtypeStruct:
-    return shape(*sizes, dtype="float32")
 
 
 def floats(tree: Any) -> list:

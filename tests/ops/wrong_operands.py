@@ -6,19 +6,12 @@ import jax
 
 import jaxops
 from jaxops import Quantized
-
-
-def shape(*sizes: int, dtype="float32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def i32(*sizes: int) -> jax.ShapeDtypeStruct:
-    return shape(*sizes, dtype="int32")
+from tests.arrays import f32
 
 
 def quantized(*sizes: int, **how: Any) -> Quantized:
     """The shapes that `jaxops.quantize` returns for an array of this one."""
-    return jax.eval_shape(lambda x: jaxops.quantize(x, **how), shape(*sizes))
+    return jax.eval_shape(lambda x: jaxops.quantize(x, **how), f32(*sizes))
 
 
 def trace(name: str, arguments: dict[str, Any]) -> Any:

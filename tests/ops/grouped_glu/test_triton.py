@@ -13,6 +13,7 @@ from jaxops._lib.planning.device import Device
 from jaxops.ops import grouped_matmul
 from jaxops.ops.grouped_glu import FusedTiles, Plan, Problem, make_plan
 from jaxops.ops.grouped_glu.fwd_triton import fwd_triton
+from tests.arrays import shape
 from tests.gluon import SHARED_BYTES, check, compiled, launched
 
 pytestmark = pytest.mark.versions
@@ -20,10 +21,6 @@ pytestmark = pytest.mark.versions
 M, K, F, G = 1000, 528, 784, 3  # no whole tiles; the kernel does not depend on them
 H200 = Device("NVIDIA H200", "gpu")
 PROBLEM = Problem(G, M, K, F, "bfloat16")
-
-
-def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 TWO, ONE, BIAS = 2 * (shape(G, K, F),), (shape(G, K, 2 * F),), shape(G, 2 * F, dtype="float32")

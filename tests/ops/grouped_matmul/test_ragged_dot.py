@@ -191,24 +191,6 @@ def test_float64():
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
-def test_export_with_a_symbolic_number_of_rows():
-    """One exported program serves every M, forward and backward."""
-    (m,) = jax.export.symbolic_shape("m")
-    s = jax.ShapeDtypeStruct
-    shapes = s((m, K), jnp.float32), s((G, K, N), jnp.float32), s((G,), jnp.int32)
-    loss = lambda op: lambda lhs, rhs, sizes: jnp.sum(jnp.sin(op(lhs, rhs, sizes, "highest")))
-    exported = jax.export.export(jax.jit(jax.value_and_grad(loss(jaxops.ragged_dot), argnums=(0, 1))))(*shapes)
-    _, rhs, _ = operands()
-    for rows in (1, 56, 300):
-        lhs = put(np.random.default_rng(rows).normal(size=(rows, K)), jnp.float32)
-        sizes = jnp.array([rows // 2, 0, rows // 4, 0, 0, 0], jnp.int32)
-        want = jax.jit(jax.value_and_grad(loss(lax.ragged_dot), argnums=(0, 1)))(lhs, rhs, sizes)
-        for a, b in zip(jax.tree.leaves(exported.call(lhs, rhs, sizes)), jax.tree.leaves(want), strict=True):
-            assert_close(a, b, "float32", scale=10)
-    with pytest.raises(NotImplementedError, match=r"M=m is symbolic.*backend='xla'"):
-        jax.export.export(jax.jit(functools.partial(jaxops.ragged_dot, backend="pallas")))(*shapes)
-
-
 @functools.partial(jax.jit, static_argnames="run")
 def shard(lhs, rhs, sizes, offset, dout, run: str):
     """A shard's result and its weights' gradient; which shard it is stays on the device."""
@@ -260,38 +242,6 @@ def test_an_out_sharding_that_splits_nothing():
 def test_group_sizes_sum_past_their_dtype():
     got = jax.jit(jaxops.ragged_dot)(jnp.ones((250, 1)), jnp.array([[[1.0]], [[2.0]]]), jnp.array([100, 120], jnp.int8))
     np.testing.assert_array_equal(jnp.squeeze(got, 1), np.repeat([1, 2, 0], [100, 120, 30]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"group_sizes": jnp.ones(G - 1, jnp.int32)}, ValueError, r"len\(group_sizes\) is 5.*rhs\.shape\[0\] is 6"),
-        ({"group_sizes": jnp.ones(G)}, TypeError, r"group_sizes is float32\[6\].*integers"),
-        (
-            {"group_sizes": jnp.ones((1, G), jnp.int32)},
-            (TypeError, ValueError),
-            r"group_sizes is int32\[1, 6\].*vector",
-        ),
-        ({"group_sizes": SIZES}, TypeError, "group_sizes is a list"),
-        ({"group_offset": jnp.zeros(2, jnp.int32)}, ValueError, r"group_offset is int32\[2\].*\(1,\)"),
-        ({"group_offset": -1}, ValueError, "group_offset is -1; it must be at least 0"),
-        ({"group_offset": jnp.zeros(1)}, (TypeError, ValueError), r"group_offset is float32\[1\].*integer"),
-        ({"group_offset": 0.5}, TypeError, "group_offset is a float"),
-        ({"group_offset": True}, TypeError, "group_offset is a bool"),
-        ({"lhs": jnp.ones((M, K + 1))}, ValueError, "K of lhs.*25.*24"),
-        ({"rhs": jnp.ones((K, N))}, ValueError, r"rhs has shape \(24, 40\).*\[G, K, N\]"),
-        (
-            {"out_sharding": jax.sharding.PartitionSpec("i")},
-            NotImplementedError,
-            "out_sharding.*with_sharding_constraint",
-        ),
-    ],
-    ids=lambda p: next(iter(p)) if isinstance(p, dict) else None,
-)
-def test_errors(arguments, error, match):
-    lhs, rhs, _ = operands()
-    with pytest.raises(error, match=match):
-        jaxops.ragged_dot(**{"lhs": lhs, "rhs": rhs, "group_sizes": jnp.array(SIZES), **arguments})
 
 
 @pytest.mark.parametrize("name", ["ragged_dot", "ragged_dot_general"])

@@ -111,38 +111,6 @@ def test_group_offset():
         jaxops.ragged_dot_general(*operands(shapes), jnp.asarray(sizes), dimensions, group_offset=1)
 
 
-BASIC = {"lhs": jnp.ones((9, 4)), "rhs": jnp.ones((G, 4, 6)), "group_sizes": jnp.asarray(SIZES)}
-NUMBERS = numbers(((1,), (1,)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"ragged_dot_dimension_numbers": (((1,), (1,)), ((), ()))}, TypeError, "is a tuple; pass a jax.lax.Ragged"),
-        ({"ragged_dot_dimension_numbers": numbers(((2,), (1,)))}, ValueError, "out of range; count from 0"),
-        ({"ragged_dot_dimension_numbers": numbers(((-1,), (1,)))}, ValueError, "out of range; count from 0"),
-        ({"ragged_dot_dimension_numbers": numbers(((1,), (1,)), group=(1,))}, ValueError, "two meanings"),
-        ({"ragged_dot_dimension_numbers": numbers(((1,), (2,)))}, ValueError, r"contracted.*equal sizes, not \[4, 6\]"),
-        ({"ragged_dot_dimension_numbers": numbers(((1,), (1, 2)))}, ValueError, "contracted.*equal sizes"),
-        ({"ragged_dot_dimension_numbers": numbers(((1,), (1,)), ((0,), (0,)), group=())}, ValueError, "batch.*equal"),
-        ({"ragged_dot_dimension_numbers": numbers(((1,), (1,)), ragged=())}, ValueError, "one ragged axis"),
-        ({"ragged_dot_dimension_numbers": numbers(((1,), (1,)), ragged=(0, 1))}, ValueError, "one ragged axis"),
-        ({"ragged_dot_dimension_numbers": numbers(((1,), (1,)), ragged=(2,))}, ValueError, "one ragged axis"),
-        ({"ragged_dot_dimension_numbers": numbers(((1,), (1,)), group=())}, ValueError, "rhs must have 1 group axes"),
-        ({"ragged_dot_dimension_numbers": numbers(((1,), (1,)), ragged=(1,))}, ValueError, "must have 0 group axes"),
-        ({"group_sizes": jnp.ones((2, G), jnp.int32)}, ValueError, r"\(2, 3\); it must be \[g\] = \(3,\)"),
-        ({"group_sizes": jnp.ones(4, jnp.int32)}, ValueError, r"len\(group_sizes\) is 4, but rhs.shape\[0\] is 3"),
-        ({"group_sizes": jnp.ones(G)}, TypeError, r"group_sizes is float32\[3\]"),
-        ({"group_sizes": jnp.int32(3)}, TypeError, r"group_sizes is int32\[\]"),
-        ({"group_sizes": [3, 0, 5]}, TypeError, "group_sizes is a list"),
-        ({"out_sharding": jax.sharding.PartitionSpec("i")}, NotImplementedError, "inside jax.shard_map"),
-    ],
-)  # fmt: skip
-def test_errors(arguments, error, match):
-    with pytest.raises(error, match=match):
-        jaxops.ragged_dot_general(**(BASIC | {"ragged_dot_dimension_numbers": NUMBERS} | arguments))
-
-
 @pytest.mark.parametrize("run", ["xla", "interpret"])
 @pytest.mark.parametrize("case", ["rows, sizes of each", "contraction"])
 def test_empty_axes(case, run):

@@ -18,6 +18,7 @@ import jaxops
 from jaxops._lib.planning.device import Device
 from jaxops.ops.grouped_matmul import Plan, Problem, Tiles, candidates, grouped_matmul_sum
 from jaxops.ops.grouped_matmul.plan import HOPPER_TILES, PASSES
+from tests.arrays import shape
 from tests.compare import assert_close
 from tests.gluon import Kernel, check, compiled, launched
 from tests.hopper import H200 as ABSTRACT
@@ -36,10 +37,6 @@ TILES = {
     if (tiles := Tiles(bm, bn, 64, 8, stages, kernel="triton", ping_pong=ping_pong)).shared_bytes("bfloat16") <= 232_448
 }
 NAMED = {"ids": lambda tiles: f"{tiles.bm}x{tiles.bn}-{tiles.stages}{'-ping-pong' if tiles.ping_pong else ''}"}
-
-
-def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 OFFSETS = shape(G + 1, dtype="int32")

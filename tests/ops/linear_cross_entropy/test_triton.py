@@ -16,7 +16,7 @@ from jaxops.ops import grouped_matmul
 from jaxops.ops.linear_cross_entropy import Plan, Problem, make_plan
 from jaxops.ops.linear_cross_entropy.gradients_triton import WORDS, gradients_triton
 from jaxops.ops.linear_cross_entropy.logits_triton import logits_triton
-from tests.arrays import put
+from tests.arrays import put, shape
 from tests.compare import assert_close
 from tests.gluon import SHARED_BYTES, check, compiled, launched
 from tests.gluon_simulator import simulated
@@ -28,10 +28,6 @@ pytestmark = pytest.mark.versions
 
 T, D, V = 1000, 528, 784  # no whole tiles; the kernel does not depend on them
 H200 = Device("NVIDIA H200", "gpu")
-
-
-def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def tiles_of(bm: int, bn: int, stages: int) -> grouped_matmul.Tiles:

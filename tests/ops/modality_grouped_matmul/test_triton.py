@@ -13,6 +13,7 @@ import jaxops
 from jaxops.ops.grouped_matmul import Plan, Tiles
 from jaxops.ops.grouped_matmul.modalities import parts_of
 from jaxops.ops.modality_grouped_matmul.gemm_triton import wgrad_triton
+from tests.arrays import shape
 from tests.contracts.run import compare
 from tests.gluon import Kernel, check, compiled
 from tests.ops.modality_grouped_matmul.cases import HOPPER, arguments_of
@@ -29,10 +30,6 @@ TILES = {
         (128, 128, True, 6),
     )
 }
-
-
-def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def forward(plan: Plan | None, shapes, transpose_rhs: bool = False, **options) -> tuple:

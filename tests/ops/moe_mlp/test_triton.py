@@ -19,6 +19,7 @@ from jaxops._lib.planning.device import Device
 from jaxops.ops import grouped_glu, grouped_matmul
 from jaxops.ops.moe_mlp import Plan, Problem, TileOrder, make_plan
 from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
+from tests.arrays import shape
 from tests.gluon import SHARED_BYTES, Kernel, check, compiled, kernel_calls
 from tests.hopper import H200 as ABSTRACT
 from tests.hopper import on_h200
@@ -28,10 +29,6 @@ pytestmark = pytest.mark.versions
 R, D, F, E = 1000, 528, 784, 3  # no whole tiles; the kernel does not depend on them
 H200 = Device("NVIDIA H200", "gpu")
 PROBLEM = Problem(4096, 2, 8, 1024, 3584, 1024, "bfloat16")
-
-
-def shape(*sizes: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def routing_of(T: int, k: int, E: int) -> jaxops.Routing:

@@ -1,6 +1,5 @@
 """Triton's compiler runs once for a kernel: results on disk, faults of files, and a program's kernels side by side."""
 
-import contextlib
 import errno
 import functools
 import os
@@ -23,6 +22,7 @@ from triton.experimental.gluon import language as gl
 
 from jaxops._lib.gluon import compilation_triton
 from jaxops._lib.gluon.launch_triton import triton_call
+from tests.configured import configured
 from tests.gluon import compiled
 from tests.hopper import lower_for_h200, on_h200
 
@@ -81,18 +81,6 @@ class Process:
     def file(self) -> pathlib.Path:
         (file,) = self.folder.iterdir()
         return file
-
-
-@contextlib.contextmanager
-def configured(**options):
-    before = {name: getattr(jax.config, name) for name in options}
-    try:
-        for name, value in options.items():
-            jax.config.update(name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
 
 
 @pytest.fixture

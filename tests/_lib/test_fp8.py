@@ -20,21 +20,16 @@ from jaxops._lib.numerics.fp8 import (
     magnitudes,
     scale_and_factor,
 )
-from tests.ops.quantize.cases import np_cast, np_scale
+from tests.ops.quantize.cases import ABSOLUTE, MOST, RELATIVE, np_cast, np_scale
 
 pytestmark = pytest.mark.versions
-
-LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-# Half an ulp: relative to a normal number (3 and 2 bits of mantissa), and half the least subnormal.
-RELATIVE = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
-ABSOLUTE = {"float8_e4m3fn": 2.0**-10, "float8_e5m2": 2.0**-17}
 
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_a_quotient_that_is_some_ulp_off_changes_no_factor(dtype):
     """For all 128 mantissas it is at least 8 ulp from a rounding boundary."""
     mantissas = np.float32(1) + np.arange(128, dtype=np.float32) / 128
-    quotient = (np.float32(LARGEST[dtype]) / mantissas).view(np.int32)
+    quotient = (np.float32(MOST[dtype]) / mantissas).view(np.int32)
     drop = 24 - _FACTOR_BITS
     distance = np.abs((quotient & ((1 << drop) - 1)) - (1 << (drop - 1)))
     assert distance.min() >= 8
@@ -80,8 +75,8 @@ def test_scale_and_factor(dtype, pow2):
         assert (np.frexp(scale)[0] == 0.5).all()
         np.testing.assert_array_equal(scale * factor, 1)
         kept = np.clip(amax, AMAX_MIN, AMAX_MAX)
-        assert (kept.astype(np.float64) * factor <= LARGEST[dtype]).all()
-        assert (kept.astype(np.float64) * factor > 0.49 * LARGEST[dtype]).all()
+        assert (kept.astype(np.float64) * factor <= MOST[dtype]).all()
+        assert (kept.astype(np.float64) * factor > 0.49 * MOST[dtype]).all()
     else:
         np.testing.assert_allclose(scale.astype(np.float64) * factor, 1, rtol=2.0**-15)
     nothing, zero = (scale_and_factor(jnp.float32(value), dtype, pow2) for value in (np.nan, 0))
@@ -103,15 +98,15 @@ def test_a_bfloat16_maximum_becomes_the_largest_number(dtype):
     amax = jnp.arange(1, 60_000, 7, dtype=jnp.float32).astype(jnp.bfloat16).astype(jnp.float32)
     scale, factor = scale_and_factor(amax, dtype)
     np.testing.assert_array_equal(
-        cast_saturating(amax * factor, dtype).astype(jnp.float32), np.full(amax.shape, LARGEST[dtype], np.float32)
+        cast_saturating(amax * factor, dtype).astype(jnp.float32), np.full(amax.shape, MOST[dtype], np.float32)
     )
-    np.testing.assert_allclose(scale * LARGEST[dtype], amax, rtol=1e-6)
+    np.testing.assert_allclose(scale * MOST[dtype], amax, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_cast_saturates(dtype):
     """Beyond the largest number and infinities: the largest; NaN: NaN; ties to even; the rest as numpy's own cast."""
-    most, least = LARGEST[dtype], 2 * ABSOLUTE[dtype]
+    most, least = MOST[dtype], 2 * ABSOLUTE[dtype]
     values = np.array(
         [most, 1.1 * most, np.inf, -1e30, -np.inf, np.nan, 0, 1, least, 1 + RELATIVE[dtype], 1 + 3 * RELATIVE[dtype]],
         np.float32,

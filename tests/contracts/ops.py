@@ -31,7 +31,7 @@ from tests.ops.grouped_glu.cases import plan_of as glu_plan
 from tests.ops.grouped_matmul.cases import plan_of as grouped_plan
 from tests.ops.modality_grouped_matmul.cases import plan_of as modality_plan
 from tests.ops.moe_mlp.cases import plan_of as mlp_plan
-from tests.ops.permute.cases import TILE, make_routing
+from tests.ops.permute.cases import TILE, has_row, make_routing
 from tests.ops.permute.cases import Variant as RoutingVariant
 from tests.ops.quantize.cases import Variant as QuantizeVariant
 from tests.ops.quantize.cases import np_quantize
@@ -256,25 +256,20 @@ def routing_integers(rng: np.random.Generator, d: Dims) -> Arguments:
     return {"routing": dataclasses.replace(routing, weights=None), "routing.weights": weights}
 
 
-def has_row(a: Arguments) -> np.ndarray:
-    """[T, k] bool"""
-    position, o = a["routing"].row_positions, a["routing"].group_offsets
-    return (position >= o[0]) & (position < o[-1])
-
-
 def permute_outside(a: Arguments) -> tuple[Arguments, list]:
     return {}, [outside_of(a["routing"].group_offsets, a["routing"].row_indices.shape[0])]
 
 
 def combine_outside(a: Arguments) -> tuple[Arguments, list]:
     rows = outside_of(a["routing"].group_offsets, a["rows"].shape[0])
-    return {"rows": rows, "routing.weights": ~has_row(a)}, [None]
+    return {"rows": rows, "routing.weights": ~has_row(a["routing"])}, [None]
 
 
 def mlp_outside(a: Arguments) -> tuple[Arguments, list]:
     """Tokens of which no choice has a row."""
-    mask = ~has_row(a).any(axis=1, keepdims=True)
-    return {"x": mask, "routing.weights": ~has_row(a)}, [mask]
+    kept = has_row(a["routing"])
+    mask = ~kept.any(axis=1, keepdims=True)
+    return {"x": mask, "routing.weights": ~kept}, [mask]
 
 
 def mlp_shapes(d: Dims) -> Arguments:

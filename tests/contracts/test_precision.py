@@ -1,27 +1,22 @@
 """Every op and layer under jax_default_matmul_precision."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.configured import configured
 from tests.contracts.entry import Op
 from tests.contracts.run import EVERYTHING, cases, cotangents_of, everything, is_float, parts, small
 from tests.contracts.test_x64 import traced
 from tests.jaxprs import same_operations
 
 
-@pytest.fixture
-def set_precision() -> Iterator[Callable[[str | None], None]]:
-    """For the whole process, as a user sets it."""
-    was = jax.config.jax_default_matmul_precision
-    try:
-        yield functools.partial(jax.config.update, "jax_default_matmul_precision")
-    finally:
-        jax.config.update("jax_default_matmul_precision", was)
+def under(precision: str) -> contextlib.AbstractContextManager:
+    return configured(jax_default_matmul_precision=precision)
 
 
 def error(got, want) -> float:
@@ -59,28 +54,25 @@ CASES = {
     ("precision", "name", "way"),
     [pytest.param(how, *case.values, id=f"{how}-{case.id}") for how in CASES for case in CASES[how]],
 )
-def test_precision(precision, name, way, set_precision):
+def test_precision(precision, name, way):
     """As precise as x @ w under it, times the few products in a chain. An op without products is the same program.
     "highest" gives the same program as precision="highest", which the other tests pass."""
     op = EVERYTHING[name]
-    set_precision(precision)
     how = {key: value for key, value in op.ways[way].items() if key != "precision"}
     arguments, cotangents = small(op), cotangents_of(op)
     given = *parts(op, arguments), cotangents
     if precision == "highest" or not op.multiplies:
-        found = jax.jit(functools.partial(everything, op, way, how=how)).trace(*given)
-        if op.multiplies:
-            same = jax.jit(functools.partial(everything, op, way)).trace(*given)
-        else:
-            set_precision(None)
-            same = traced(name, way, wide=False)
+        with under(precision):
+            found = jax.jit(functools.partial(everything, op, way, how=how)).trace(*given)
+            same = jax.jit(functools.partial(everything, op, way)).trace(*given) if op.multiplies else None
+        same = same or traced(name, way, wide=False)
         assert same_operations(found, same)
         return
     # Results alone: the backward's products are the same ones, the other way round.
-    set_precision("highest")
-    want = op.expected(arguments, cotangents)[0] if op.reference is None else jax.jit(op.reference)(arguments)
-    set_precision(precision)
-    got = jax.jit(functools.partial(op.call, **how))(arguments)
+    with under("highest"):
+        want = op.expected(arguments, cotangents)[0] if op.reference is None else jax.jit(op.reference)(arguments)
+    with under(precision):
+        got = jax.jit(functools.partial(op.call, **how))(arguments)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         if is_float(g):
             assert error(g, w) <= 8 * product_error(precision)

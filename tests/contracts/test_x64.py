@@ -1,27 +1,15 @@
 """Every op and layer under jax_enable_x64: the same results and gradients, of the same dtypes."""
 
-import contextlib
 import functools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import pytest
 
+from tests.configured import configured
 from tests.contracts.run import EVERYTHING, cases, check, cotangents_of, everything, parts, small, wanted
 from tests.jaxprs import operations
-
-
-@contextlib.contextmanager
-def x64(on: bool = True) -> Iterator[None]:
-    """For the whole process, as a user sets it."""
-    was = jax.config.read("jax_enable_x64")
-    jax.config.update("jax_enable_x64", on)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", was)
 
 
 def given(name: str) -> tuple:
@@ -33,7 +21,7 @@ def given(name: str) -> tuple:
 def traced(name: str, way: str, *, wide: bool) -> Any:
     """All of the op, with jax_enable_x64 or without."""
     arguments = given(name)
-    with x64(wide):
+    with configured(jax_enable_x64=wide):
         return jax.jit(functools.partial(everything, EVERYTHING[name], way)).trace(*arguments)
 
 
@@ -59,5 +47,5 @@ def test_values(name, way):
         return
     held, others, cotangents = given(name)
     want = wanted(op, held | others, cotangents)
-    with x64():
+    with configured(jax_enable_x64=True):
         check(op, way, wide.lower().compile()(held, others, cotangents), want)

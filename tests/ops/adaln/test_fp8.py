@@ -12,11 +12,7 @@ from jaxops._lib.numerics.fp8 import BLOCK, Quantized
 from jaxops.ops.adaln.reference import adaln_reference, gated_residual_reference
 from tests.compare import assert_close
 from tests.ops.adaln.cases import OPERANDS, RUNS, Variant, make_case
-
-MOST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-# Half an ulp: relative to a normal number (3 and 2 bits of mantissa), and half the least subnormal.
-RELATIVE = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
-ABSOLUTE = {"float8_e4m3fn": 2.0**-10, "float8_e5m2": 2.0**-17}
+from tests.ops.quantize.cases import ABSOLUTE, MOST, RELATIVE
 
 
 def columns_of(scales, D: int) -> np.ndarray:

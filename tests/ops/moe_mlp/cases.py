@@ -16,7 +16,7 @@ from tests.arrays import put
 from tests.compare import assert_close
 from tests.ops.grouped_glu.cases import plan_of as unit_plan_of
 from tests.ops.grouped_matmul.cases import plan_of as product_plan_of
-from tests.ops.permute.cases import TILE, make_routing
+from tests.ops.permute.cases import TILE, has_row, make_routing
 
 # "interpret" runs the kernels in Pallas' interpreter on the CPU, "gpu" compiles the same kernels.
 RUNS = ["xla", "interpret", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -68,12 +68,6 @@ class Variant:
 
 # Rows before and after the groups, dropped choices, no size that is a power of two or equals another.
 SHARD = Variant(N=11, capacity=6, first=1, last=5)
-
-
-def has_row(routing: jaxops.Routing) -> np.ndarray:
-    """[T, k], which choices have a row in a group."""
-    position, offsets = np.asarray(routing.row_positions), np.asarray(routing.group_offsets)
-    return (position >= offsets[0]) & (position < offsets[-1])
 
 
 def make_case(variant: Variant, seed: int = 0) -> dict:

@@ -24,11 +24,11 @@ from tests.ops.moe_mlp.cases import (
     check_zeros,
     clean,
     compiled,
-    has_row,
     make_case,
     mlp,
     want_of,
 )
+from tests.ops.permute.cases import has_row
 
 VARIANTS = {
     "shard": SHARD,

@@ -67,6 +67,12 @@ def inside(routing: Routing) -> np.ndarray:
     return (row >= int(routing.group_offsets[0])) & (row < int(routing.group_offsets[-1]))
 
 
+def has_row(routing: Routing) -> np.ndarray:
+    """[T, k], which choices have a row in a group."""
+    position, offsets = np.asarray(routing.row_positions), np.asarray(routing.group_offsets)
+    return (position >= offsets[0]) & (position < offsets[-1])
+
+
 def make_case(variant: Variant, seed: int = 0) -> dict:
     """routing, x [T, D], rows [R, D], and the cotangents drows of permute and dout of combine. Rows outside are NaN."""
     v, rng = variant, np.random.default_rng(seed + 100)
@@ -123,7 +129,5 @@ def check(case: dict, variant: Variant, run: str) -> dict:
     outside, routing = ~inside(case["routing"]), case["routing"]
     assert not np.asarray(got["rows"], np.float32)[outside].any()
     assert not np.asarray(got["drows"], np.float32)[outside].any()
-    position = np.asarray(routing.row_positions)
-    has_row = (position >= int(routing.group_offsets[0])) & (position < int(routing.group_offsets[-1]))
-    assert not np.asarray(got["dweights"])[~has_row].any()
+    assert not np.asarray(got["dweights"])[~has_row(routing)].any()
     return got

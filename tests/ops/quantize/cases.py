@@ -19,6 +19,8 @@ KERNELS = RUNS[1:3]
 SCALINGS = ["tensorwise", "rowwise", "block_1x128", "block_128x128"]
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 MOST = {E4M3: 448.0, E5M2: 57344.0}
+# Half an ulp: relative to a normal number (3 and 2 bits of mantissa), and half the least subnormal.
+RELATIVE, ABSOLUTE = {E4M3: 2.0**-4, E5M2: 2.0**-3}, {E4M3: 2.0**-10, E5M2: 2.0**-17}
 LEAST_NORMAL = {E4M3: 2.0**-6, E5M2: 2.0**-14}
 MANTISSA = {E4M3: 3, E5M2: 2}
 KEY = jax.random.key(7)

@@ -109,10 +109,10 @@ def everything(
 
 
 def run(op: Op, way: str, arguments: Arguments, cotangents: list) -> tuple[Any, Arguments]:
-    """In numpy. Collectives are under jit: JAX would compile each of their operations by itself."""
+    """In numpy. Ops are not under jit; layers and collectives are, or JAX would compile each operation by itself."""
     if way == "triton" and "backend" in op.ways[way]:
         options_of(way)  # skips elsewhere than on Hopper
-    f = program(op.name, way) if op.sharded else functools.partial(everything, op, way)
+    f = program(op.name, way) if op in LAYERS or op.sharded else functools.partial(everything, op, way)
     return jax.tree.map(np.asarray, f(*parts(op, arguments), cotangents))
 
 

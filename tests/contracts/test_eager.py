@@ -1,4 +1,4 @@
-"""Ops with numpy arrays and without jit: results, all gradients, values outside, recompilation."""
+"""Ops with numpy arrays and without jit, layers under jit: results, all gradients, values outside, recompilation."""
 
 import contextlib
 from collections.abc import Iterator
@@ -39,12 +39,8 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listener)
 
 
-# What calls the backends is one code for all of them: interpreted kernels have the rest in test_transforms.py, and so
-# have layers, but for those that cannot stand there.
-@pytest.mark.parametrize(
-    ("name", "way"),
-    cases(("xla", "gpu", "triton"), where=lambda op, way: op.sharded or not op.name.startswith("nn.")),
-)
+# What calls the backends is one code for all of them: interpreted kernels have the rest in test_transforms.py.
+@pytest.mark.parametrize(("name", "way"), cases(("xla", "gpu", "triton")))
 def test_results_and_gradients(name, way):
     """As the reference, the same bits twice, with NaN in all that must not be read; new values compile nothing."""
     op = EVERYTHING[name]

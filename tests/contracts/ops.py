@@ -480,10 +480,7 @@ def scattered(d: Dims) -> tuple:
     return f32(DEVICES * d["M"], DEVICES * d["N"]), f32(DEVICES * d["N"], d["K"]), f32(d["K"])
 
 
-COLLECTIVES = [
-    collective("all_gather_matmul", "x", gathered),
-    collective("matmul_reduce_scatter", "h", scattered),
-]
+COLLECTIVES = [collective("all_gather_matmul", "x", gathered), collective("matmul_reduce_scatter", "h", scattered)]
 OPS = [*ADALN_OPS, *ATTENTION_OPS, *GROUPED_OPS, *ROUTING_OPS, *FP8_OPS, *LOSS_OPS, *COLLECTIVES]
 # Public, and no op: what an op gives, what counts on the host, and what examines an op.
 NO_OPS = {"Quantized", "Routing", "bucket_length", "inspect"}

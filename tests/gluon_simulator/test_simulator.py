@@ -350,11 +350,7 @@ def test_stand_ins_are_tritons():
     hopper_module = stand_ins["triton.experimental.gluon.language.nvidia.hopper"]
     ampere = stand_ins["triton.experimental.gluon.language.nvidia.ampere"]
     assert [name for name in language.NAMES if not hasattr(real, name)] == []
-    for ours, theirs in (
-        (hopper_module.mbarrier, mbarrier),
-        (hopper_module.tma, tma),
-        (ampere.async_copy, async_copy),
-    ):
+    for ours, theirs in ((hopper_module.mbarrier, mbarrier), (hopper_module.tma, tma), (ampere.async_copy, async_copy)):
         for name, function in vars(ours).items():
             if inspect.isfunction(function):
                 real_function = getattr(theirs, name)

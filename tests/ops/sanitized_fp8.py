@@ -22,10 +22,7 @@ def fp8_products() -> None:
     plans = [(fp8_matmul.Plan("pallas"), fp8_matmul.Plan("pallas"), 200, 136)]
     if current_device().is_hopper:
         heuristic, three = fp8_matmul.Plan("triton"), fp8_matmul.Plan("triton", dgrad=wide, wgrad=wide)
-        plans += [
-            (heuristic, three, 208, 144),
-            (three, fp8_matmul.Plan("triton", narrow, narrow, narrow), 208, 144),
-        ]
+        plans += [(heuristic, three, 208, 144), (three, fp8_matmul.Plan("triton", narrow, narrow, narrow), 208, 144)]
     for plan, dense, k, n in plans:
         for recipe in ("tensorwise", "rowwise", "blockwise"):
             x, w, dy = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((M, k), (3, k, n), (M, n)))

@@ -56,13 +56,7 @@ KINDS = ("tensorwise", "rowwise", "blockwise")
 def test_groups(recipe, run):
     """In one program: a group of several blocks of 128 rows, a short one, an empty one, rows outside at both ends; all
     rows in one group, none in any; whole blocks; groups of one row."""
-    for sizes, before in (
-        ((17, 0, 145), 11),
-        ((0, 191, 0), 0),
-        ((0, 0, 0), 100),
-        ((128, 63, 0), 0),
-        ((1, 1, 1), 188),
-    ):
+    for sizes, before in (((17, 0, 145), 11), ((0, 191, 0), 0), ((0, 0, 0), 100), ((128, 63, 0), 0), ((1, 1, 1), 188)):
         check(make_case(191, 139, 45, sizes=sizes, before=before), recipe, run)
 
 

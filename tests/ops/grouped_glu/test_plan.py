@@ -14,6 +14,7 @@ from jaxops.ops import grouped_glu, grouped_matmul
 from jaxops.ops.grouped_glu import FusedTiles, Plan, Problem, Tiles, candidates
 from jaxops.ops.grouped_glu.plan import PASSES, heuristic
 from jaxops.ops.grouped_matmul.plan import PASSES as PRODUCT_PASSES
+from tests.arrays import i32, shape
 from tests.hopper import lower_for_h200
 from tests.plans import by_choices, choices
 
@@ -21,12 +22,8 @@ pytestmark = pytest.mark.versions
 
 make_plan = by_choices(grouped_glu.make_plan)
 
-H200, A100, L4, CPU = (
-    Device("NVIDIA H200", "gpu"),
-    Device("NVIDIA A100-SXM4-80GB", "gpu"),
-    Device("NVIDIA L4", "gpu"),
-    Device("cpu", "cpu"),
-)
+H200, A100, L4 = (Device(f"NVIDIA {kind}", "gpu") for kind in ("H200", "A100-SXM4-80GB", "L4"))
+CPU = Device("cpu", "cpu")
 PROBLEM = Problem(8, 4096, 1024, 3584, "bfloat16")
 PRODUCT = grouped_matmul.Problem(8, 4096, 1024, 3584, "bfloat16")
 
@@ -34,18 +31,9 @@ PRODUCT = grouped_matmul.Problem(8, 4096, 1024, 3584, "bfloat16")
 def test_the_products_take_their_tuned_rows():
     """Of the width that is multiplied: gate and up together where they are one array."""
     tiles = grouped_matmul.Tiles(16, 16, 16)
-    row = {
-        "op": "grouped_matmul",
-        "pass": "fwd",
-        "G": 8,
-        "M": 4096,
-        "K": 1024,
-        "N": 2 * 3584,
-        "dtype": "bfloat16",
-        "tiles": vars(tiles),
-        "us": 1.0,
-    }
-    joined = Problem(8, 4096, 1024, 3584, "bfloat16", joined=True)
+    row = {"op": "grouped_matmul", "pass": "fwd", "tiles": vars(tiles), "us": 1.0}
+    row |= {"G": 8, "M": 4096, "K": 1024, "N": 2 * 3584, "dtype": "bfloat16"}
+    joined = dataclasses.replace(PROBLEM, joined=True)
     assert [make_plan(p, A100, [row]).products.fwd == tiles for p in (PROBLEM, joined)] == [False, True]
 
 
@@ -108,21 +96,15 @@ def lowered(
     M: int, K: int, F: int, *, joined: bool = False, dtype: str = "bfloat16", plan: Plan | None = None, **options
 ) -> list[str]:
     """The kernels of a call's forward and backward, in order, without those that list the products' work."""
-    s, G = jax.ShapeDtypeStruct, 4
+    G = 4
 
     def both(x, w_gate, w_up, dh, offsets):
-        h, vjp = jax.vjp(
-            lambda *given: jaxops.grouped_glu(*given, *([None] if joined else []), offsets, plan=plan, **options),
-            x,
-            w_gate,
-            *w_up,
-        )
+        call = lambda *given: jaxops.grouped_glu(*given, offsets, plan=plan, **options)
+        h, vjp = jax.vjp(call, x, w_gate, w_up)
         return h, vjp(dh)
 
-    weight = s((G, K, 2 * F if joined else F), dtype)
-    text = lower_for_h200(
-        both, s((M, K), dtype), weight, () if joined else (weight,), s((M, F), dtype), s((G + 1,), "int32")
-    )
+    weight, (x, dh) = shape(G, K, 2 * F if joined else F, dtype=dtype), (shape(M, n, dtype=dtype) for n in (K, F))
+    text = lower_for_h200(both, x, weight, None if joined else weight, dh, i32(G + 1))
     names = re.findall(r'"((?:grouped|schedule)_\w+)"', text)
     assert text.count(KERNEL) == len(names)
     return [name for name in names if not name.startswith("schedule")]
@@ -144,13 +126,8 @@ def test_few_rows_are_one_kernel_forward():
 
 
 def test_one_array_is_one_product_each():
-    assert lowered(77, 33, 65, joined=True, backend="pallas", dtype="float32", activation="relu") == [
-        FWD,
-        "grouped_glu_fwd",
-        "grouped_glu_bwd",
-        DGRAD,
-        WGRAD,
-    ]
+    names = lowered(77, 33, 65, joined=True, backend="pallas", dtype="float32", activation="relu")
+    assert names == [FWD, "grouped_glu_fwd", "grouped_glu_bwd", DGRAD, WGRAD]
 
 
 def test_candidates_lower_for_an_h200():

@@ -163,10 +163,7 @@ def test_kernels_refuse_what_they_do_not_multiply(backend):
             jaxops.ragged_dot(**{"lhs": lhs, "rhs": rhs, "group_sizes": jnp.array(SIZES), "backend": backend, **change})
 
 
-@pytest.mark.parametrize(
-    ("dtype", "preferred"),
-    [("int8", None), ("int16", "int32"), ("uint8", "uint32")],
-)
+@pytest.mark.parametrize(("dtype", "preferred"), [("int8", None), ("int16", "int32"), ("uint8", "uint32")])
 def test_integers(dtype, preferred):
     """As JAX's, which wraps around where the result's dtype is too narrow."""
     rng = np.random.default_rng(3)

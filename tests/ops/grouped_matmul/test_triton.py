@@ -232,9 +232,4 @@ def test_stacked_layers():
         for got, want in zip(found, one_by_one(weights[i]), strict=True):
             np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
     for i, w in enumerate(weights):
-        assert_close(
-            one_by_one(w)[0],
-            reference_all((lhs, w, dout, offsets))[0],
-            "bfloat16",
-            str(i),
-        )
+        assert_close(one_by_one(w)[0], reference_all((lhs, w, dout, offsets))[0], "bfloat16", str(i))

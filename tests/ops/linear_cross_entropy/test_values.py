@@ -219,8 +219,7 @@ def test_rows_at_a_time():
     """Within the limit, or one tile; few rows of the last chunk empty. Where a narrow w's gradient needs no float32
     sum, its bytes may be logits."""
     rows_of = lambda T, D, V, size=2, wide=True, in_place=False: rows_at_a_time(
-        Problem(T, D, V, "bfloat16", {2: "bfloat16", 4: "float32"}[size], w_dtype="float32" if wide else None),
-        in_place,
+        Problem(T, D, V, "bfloat16", {2: "bfloat16", 4: "float32"}[size], w_dtype="float32" if wide else None), in_place
     )
     for rows, T, D, V in (
         (2816, 8192, 4096, 131_072), (2816, 16_384, 2048, 151_936), (2048, 8192, 2880, 201_088),

@@ -24,11 +24,7 @@ M = 1000  # the kernels do not depend on sizes
 SHAPES = ((2, 528, 784), (3, 136, 272), (1, 264, 128), (2, 400, 400))
 TILES = {
     (bm, bn, ping_pong): Tiles(bm, bn, 64, 8, stages, kernel="triton", ping_pong=ping_pong)
-    for bm, bn, ping_pong, stages in (
-        (128, 256, False, 4),
-        (256, 128, False, 3),
-        (128, 128, True, 6),
-    )
+    for bm, bn, ping_pong, stages in ((128, 256, False, 4), (256, 128, False, 3), (128, 128, True, 6))
 }
 
 

@@ -116,9 +116,7 @@ def test_wild_indices_and_offsets(run):
     indices = np.random.default_rng(0).choice(np.array([-(2**31), -1, 0, SHARD.T, 2**31 - 1], np.int32), size=R)
     for first, end in ((-9, 10**6), (2**31 - 1, -(2**31)), (20, 10)):
         routing = dataclasses.replace(
-            case["routing"],
-            group_offsets=jnp.array([first, 7, 7, 11, end], jnp.int32),
-            row_indices=put(indices),
+            case["routing"], group_offsets=jnp.array([first, 7, 7, 11, end], jnp.int32), row_indices=put(indices)
         )
         got = jax.block_until_ready(compiled(VARIANTS["shard"], run)(case | {"routing": routing}))
         assert got["out"].shape == (SHARD.T, SHARD.N)

@@ -14,10 +14,7 @@ H200 = Device("NVIDIA H200", "gpu")
 T, S, HEADS, KV_HEADS, DIM, B, LONGEST = 37, 41, 4, 2, 4, 5, 11
 EXACT = {"precision": "highest"}
 # Blocks smaller than the sequences and than the window, different in each pass; no size divides the rows.
-PLANS = {
-    "xla": Plan("xla", block=8),
-    "pallas": Plan("pallas", fwd=Tiles(16, 32), dq=Tiles(32, 16), dkv=Tiles(16, 16)),
-}
+PLANS = {"xla": Plan("xla", block=8), "pallas": Plan("pallas", fwd=Tiles(16, 32), dq=Tiles(32, 16), dkv=Tiles(16, 16))}
 
 
 def arrays(

@@ -110,10 +110,7 @@ def compiled(run: str, variant: Variant):
 
 def check(case: dict, variant: Variant, run: str) -> tuple[Routing, jax.Array]:
     """Everything equals the reference's: what was chosen to the bit, the rest to the rounding."""
-    (got, gradient), (want, wanted_gradient) = (
-        compiled(run, variant)(case),
-        compiled("reference", variant)(case),
-    )
+    (got, gradient), (want, wanted_gradient) = (compiled(run, variant)(case), compiled("reference", variant)(case))
     for name in CHOSEN:
         assert getattr(got, name).dtype == jnp.int32, name
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)

@@ -28,11 +28,7 @@ def operands(T: int, D: int, E: int, dtype: str = "bfloat16") -> tuple[jax.Array
     """Kernel and cotangent of very different sizes, and of all mantissas."""
     rng = np.random.default_rng(T)
     x, kernel, d = (rng.normal(size=shape) for shape in ((T, D), (D, E), (T, E)))
-    return (
-        put(x, dtype),
-        put(kernel * 10.0 ** rng.integers(-4, 4, size=(D, 1)), jnp.float32),
-        put(d, jnp.float32),
-    )
+    return (put(x, dtype), put(kernel * 10.0 ** rng.integers(-4, 4, size=(D, 1)), jnp.float32), put(d, jnp.float32))
 
 
 def error(got, want) -> float:

@@ -39,8 +39,7 @@ def test_the_products_take_their_tuned_rows():
 
 def test_few_rows_are_one_kernel():
     """Whose tiles are as high as the products', and fit the card twice. Tiles for what it replaces are obeyed."""
-    for device, shape in itertools.product((H200, A100, L4), ((128, 1, 3), (128, 2048, 768), (8, 128, 14336))):
-        G, M, F = shape
+    for device, (G, M, F) in itertools.product((H200, A100, L4), ((128, 1, 3), (128, 2048, 768), (8, 128, 14336))):
         for dtype in ("bfloat16", "float32"):
             plan = make_plan(Problem(G, M, 2048, F, dtype), device, backend="pallas")
             tiles = dataclasses.replace(plan.fused, bn=2 * plan.fused.bn)

@@ -30,7 +30,7 @@ def results(x, w, dy, offsets, plan: Plan, recipe: str, pow2: bool = False):
     """(y, dx), and dw where it is made of what such a product keeps: elsewhere it is that of test_values.py."""
     op = jaxops.fp8_matmul if offsets is None else functools.partial(jaxops.fp8_grouped_matmul, group_offsets=offsets)
     call = functools.partial(op, recipe=recipe, plan=plan, pow2_scales=pow2)
-    y, vjp = jax.vjp(call, x, w) if plan.fwd.cast_lhs else jax.vjp(lambda x: call(x, w), x)
+    y, vjp = jax.vjp(call, x, w) if plan.fwd and plan.fwd.cast_lhs else jax.vjp(lambda x: call(x, w), x)
     return y, *vjp(dy)
 
 

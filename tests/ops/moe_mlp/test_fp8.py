@@ -144,7 +144,7 @@ def test_each_tensor_is_cast_once(save, casts):
 HUGE = 1e6  # in a scale, it would round every other number here to zero
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])  # the others have no more scales
 def test_tokens_without_a_row_reach_no_scale(recipe):
     """By hand: all matrices are 1, so a token gives relu(x) * x, and its numbers are powers of two of the largest. The
     third token is dropped: expert 0 has its two."""

@@ -27,6 +27,8 @@ from tests.contracts.run import (
     stacked,
     wanted,
 )
+from tests.contracts.test_costs import WITH_GLUON
+from tests.contracts.test_index_width import operands
 from tests.hopper import H200
 
 DEVICES, LAYERS, BATCH = min(2, jax.device_count()), 2, 2
@@ -207,12 +209,22 @@ def test_in_one_program(name, way):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("name", [name for name, op in EVERYTHING.items() if not name.startswith("nn.") and op.pallas])
-def test_the_kernels_axes(name):
-    """Traced for an H200 with check_vma=True, tokens sharded and weights replicated: JAX adds the gradients' psum."""
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        *((name, "pallas_call") for name, op in EVERYTHING.items() if not name.startswith("nn.") and op.pallas),
+        *((op.name, "triton_kernel_call") for op in WITH_GLUON),
+    ],
+)
+def test_the_kernels_axes(name, kernel):
+    """Traced for an H200 with check_vma=True, tokens sharded and weights replicated: JAX adds the gradients' psum.
+    Hopper's kernels at sizes for which "auto" takes them: jax-triton's primitive does not say what varies."""
     op = EVERYTHING[name]
+    if kernel != "pallas_call":
+        pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
+    given = small(op) if kernel == "pallas_call" else operands(op, op.large[0][0])
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
     mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), small(op))
     local = {
         key: jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), x)
         for key, x in given.items()
@@ -235,7 +247,7 @@ def test_the_kernels_axes(name):
     sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), P()), out_specs=(P("d"), P()))
     with jax.sharding.use_abstract_mesh(mesh):
         text = str(jax.make_jaxpr(sharded)(local, replicated))
-    assert "pallas_call" in text
+    assert kernel in text
     assert ("psum" in text) == bool(set(op.wrt) - set(op.local))
 
 

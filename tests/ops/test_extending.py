@@ -127,7 +127,7 @@ def test_op(op):
         test_sizes.test_sizes(OP, way)
         test_x64.test_dtypes(OP, way)
         test_x64.test_values(OP, way)
-    test_transforms.test_the_kernels_axes(OP)
+    test_transforms.test_the_kernels_axes(OP, "pallas_call")
     test_transforms.test_gradients_of_some_arguments(OP, "xla")
     (device_name,) = (name for name in devices.problems() if OP in name)
     test_devices.test_auto_takes_xla_where_the_kernels_do_not_run(device_name)

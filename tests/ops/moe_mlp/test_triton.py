@@ -9,8 +9,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("jax_triton", reason="jax-triton needs Python >= 3.12")
 
@@ -21,7 +19,6 @@ from jaxops.ops.moe_mlp import Plan, Problem, TileOrder, make_plan
 from jaxops.ops.moe_mlp.bwd_triton import bwd_triton
 from tests.arrays import shape
 from tests.gluon import SHARED_BYTES, Kernel, check, compiled, kernel_calls
-from tests.hopper import H200 as ABSTRACT
 from tests.hopper import on_h200
 
 pytestmark = pytest.mark.versions
@@ -197,28 +194,3 @@ def test_without_a_gate():
     for given in ({"fused": TileOrder()}, {"gather": True}):
         with pytest.raises(NotImplementedError, match="without a gate have no kernel for fused or gather"):
             make_plan(alone, H200, plan=Plan("triton", **given))
-
-
-def test_shard_map_checks_the_kernels_varying_axes():
-    """check_vma=True traces these, too, with replicated experts."""
-    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=ABSTRACT)
-    routing = routing_of(256, 2, E)
-
-    def shard(x, routing, *experts):
-        return jax.grad(
-            lambda *given: jnp.sum(jaxops.moe_mlp(*given, routing, backend="triton").astype(jnp.float32)),
-            argnums=(0, 1, 2, 3),
-        )(x, *experts)
-
-    specs = dataclasses.replace(
-        jax.tree.map(lambda _: P(), routing), weights=P("d"), experts=P("d"), row_indices=P("d"), row_positions=P("d")
-    )
-    sharded = jax.shard_map(
-        shard, mesh=mesh, in_specs=(P("d"), specs, P(), P(), P()), out_specs=(P("d"), P(), P(), P())
-    )
-    with jax.sharding.use_abstract_mesh(mesh):
-        text = str(
-            jax.make_jaxpr(sharded)(shape(256, 64), routing, shape(E, 64, 128), shape(E, 64, 128), shape(E, 128, 64))
-        )
-    assert "psum" in text
-    assert "moe_mlp_bwd" in text

@@ -30,11 +30,16 @@ def look(w):
 
 w = init()
 end = time.time() + float(sys.argv[1])
-while time.time() < end:
-    w = train_step(w)
-    float(look(w))
+try:
+    while time.time() < end:
+        w = train_step(w)
+        float(look(w))
+except KeyboardInterrupt:
+    if len(sys.argv) < 3:
+        raise
+    sys.exit(int(sys.argv[2]))
 print("the program's end", float(w[0, 0]))
-sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+sys.exit()
 """
 
 
@@ -120,10 +125,11 @@ def invoke(*words):
     return CliRunner().invoke(__main__.app, words)
 
 
-def test_the_commands(program, tmp_path):
-    out = tmp_path / "out"
-    ran = invoke("run", "--steps", "1", "--out", str(out), "--", "python", program, "8", "3")
-    assert ran.exit_code == 0, ran.output
+def test_the_commands(program, tmp_path, monkeypatch):
+    exits, out = [], tmp_path / "out"
+    monkeypatch.setattr("os._exit", exits.append)
+    ran = invoke("run", "--stop", "--steps", "1", "--out", str(out), "--", "python", program, "1000", "3")
+    assert (ran.exit_code, exits) == (0, [0]), ran.output
     assert "jit_train_step on" in ran.output
     assert "The program ended with status 3." in ran.output
     file = out / "profile.json"
@@ -132,6 +138,9 @@ def test_the_commands(program, tmp_path):
     assert same.exit_code == 0, same.output
     slower = tmp_path / "slower.json"
     report = Report.load(file)
+    monkeypatch.setattr(__main__, "profile_program", lambda *_, **__: report)
+    assert invoke("run", "--out", str(out), "--", program).exit_code == 0
+    assert exits == [0], "without --stop this process goes on"
     slower.write_text(report.to_json().replace(f'"step_us": {report.step_us}', f'"step_us": {1.1 * report.step_us}'))
     failed = invoke("compare", str(file), str(slower), "--fail-above", "5%")
     assert failed.exit_code == 1

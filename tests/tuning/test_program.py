@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,7 @@ def test_a_program_in_its_own_process(script, monkeypatch):
     words = ["python3.13", "-m", "a_program", "1", "--", "--help"]  # the program's, every one behind its name
     assert program.problems_of(words, said.append) == [(LARGE, 2), (SMALL, 1)]
     assert said == ["The program ended with status 1; these are the problems until then."]
-    script.write_text("raise SystemExit(2)")
+    monkeypatch.setattr("subprocess.run", lambda command, **_: subprocess.CompletedProcess(command, 2))
     with pytest.raises(program.ProgramError, match="ended with status 2 and made no plan of adaln, "):
         program.problems_of(["python", str(script)])
 

@@ -32,6 +32,7 @@ from jaxops.ops.grouped_matmul import Problem, Tiles, make_plan
 from jaxops.ops.grouped_matmul.plan import PLANNER
 from jaxops.tuning import _LIMITS, _errors, tune
 from jaxops.tuning.__main__ import app
+from tests.jaxprs import equations
 
 H200 = Device("NVIDIA H200", "gpu")
 UNSHIPPED = Device("NVIDIA Test", "gpu")  # nothing is shipped for it
@@ -287,7 +288,7 @@ TUNED = {
 def test_other_ops_are_tuned_in_the_same_way(faked_gpu, monkeypatch, name):
     """The second of two candidates is the faster one in each pass; its row is stored, found and taken.
 
-    Only the first is interpreted: with other warps it would be the same program.
+    Kernels are traced with each plan; what runs is XLA's program: tests/ops has the kernels' results.
     """
     monkeypatch.setattr(device_facts, "gluon_missing", lambda: "it is not installed")
     problem, passes, unit = TUNED[name]
@@ -296,18 +297,18 @@ def test_other_ops_are_tuned_in_the_same_way(faked_gpu, monkeypatch, name):
     planner = op.planner
     fewer = dataclasses.replace(planner, search=lambda *g: [dataclasses.replace(planner.heuristic(*g), warps=2)])
     monkeypatch.setattr(op, "planner", fewer)
-    said, interpreted, portable, run = [], [], planner.plan("xla"), op.run
+    said, traced, portable, run = [], [], planner.plan("xla"), op.run
 
-    def run_first(name, problem, plan, *operands):
-        tiles = getattr(plan, name)
-        if tiles is None or tiles.warps == 2:
-            return run(name, problem, portable, *operands)
-        interpreted.append(name)
-        return run(name, problem, plan, *operands)
+    def trace(name, problem, plan, *operands):
+        if (tiles := getattr(plan, name)) is not None:
+            program = jax.make_jaxpr(functools.partial(run, name, problem, plan))(*operands)
+            has_kernel = any(eqn.primitive.name == "pallas_call" for eqn in equations(program))
+            traced.append((name, tiles.warps == 2, has_kernel))
+        return run(name, problem, portable, *operands)
 
-    monkeypatch.setattr(op, "run", run_first)
+    monkeypatch.setattr(op, "run", trace)
     rows = tune(problem, say=said.append)
-    assert interpreted == passes
+    assert sorted(traced) == sorted((name, is_second, True) for name in passes for is_second in (False, True))
     assert not [line for line in said if "WRONG" in line]
     assert [row["pass"] for row in rows] == passes
     assert all(row[unit] > 0 for row in rows)

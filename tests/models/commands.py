@@ -1,8 +1,10 @@
 """Runs of a training command whose compiled step is kept, and what the step of every model must be."""
 
+import collections
 import contextlib
 import io
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +15,40 @@ import pytest
 from models.training import loop
 
 
+def rows_of(out: Path) -> list[dict]:
+    """The rows of a run's log, which is strict JSON."""
+    text = (out / "metrics.jsonl").read_text("utf-8")
+    return [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in text.splitlines()]
+
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[collections.Counter[str]]:
+    """How often a program of each name is compiled; without JAX's cache on disk, which would hide a second time."""
+    found = collections.Counter()
+
+    def count(event: str, duration_secs: float, **given: Any) -> None:
+        if event == COMPILED and duration_secs:
+            found[given["fun_name"].removeprefix("jit(").removesuffix(")")] += 1
+
+    before = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009 - pyright does not know it
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+        jax.config.update("jax_enable_compilation_cache", before)
+
+
 class Command(NamedTuple):
-    """A run of a command: its output, its folder, the compiled step, and the arguments of the first step."""
+    """A run of a command: output, folder, compilations, the compiled step, and the arguments of the first step."""
 
     printed: str
     out: Path
+    compiled: collections.Counter[str]
     step: Any
     first: Any
 
@@ -29,21 +60,32 @@ def watched(out: Path, run: Callable[[], None]) -> Command:
     def guarded_step(*given):
         seen.update(step=make_step(*given))
 
-        def step(state, batch, key):
-            seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
-            with jax.transfer_guard("disallow"):
-                return seen["step"](state, batch, key)
+        class Guarded:
+            trace = seen["step"].trace  # compiled ahead
 
-        return step
+            def __call__(self, state, batch, key):
+                seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
+                with jax.transfer_guard("disallow"):
+                    return seen["step"](state, batch, key)
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        return Guarded()
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), compilations() as compiled:
         patch.setattr(loop, "make_step", guarded_step)
         run()
-    return Command(printed.getvalue(), out, **seen)
+    return Command(printed.getvalue(), out, compiled, **seen)
 
 
-def check_step(command: Command) -> None:
-    """It is compiled once, never meets the host, donates the whole state, and gives the same bits each time."""
+def check_step(command: Command, *others: str, most: int) -> None:
+    """It is compiled once, never meets the host, donates the whole state, and gives the same bits each time.
+
+    Args:
+      others: programs of the run that are compiled once, too, beside the evaluation.
+      most: all that the run compiles, with the small ones.
+    """
+    once = ("step", "evaluate", *others)
+    assert [command.compiled[name] for name in once] == len(once) * [1], command.compiled
+    assert command.compiled.total() <= most, command.compiled
     assert command.step._cache_size() == 1
     state, *given = command.first
     put = lambda: jax.device_put(state, jax.devices()[0])

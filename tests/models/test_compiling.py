@@ -1,16 +1,12 @@
-"""A run's programs are compiled once each, beside each other, and only those that it calls."""
+"""A run's programs are compiled once each, beside each other, and only those that it calls.
 
-import collections
+Whole runs: test_train_lm.py and those beside it. One that is resumed: test_launch.py."""
+
 import contextlib
-import dataclasses
 import functools
 import gc
 import io
-import json
-import shutil
 import threading
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,70 +15,8 @@ import pytest
 import typer
 
 from models.training import compiling, loop
-from models.training import dit as train_dit
-from models.training import lm as train_lm
 from models.training.compiling import Compiling
-from models.training.presets import DIT_PRESETS, PRESETS, rates
-from tests.models.interrupted_run import EVERY, MODEL, TINY, train
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
-LICENSE = str(Path(__file__).parents[2] / "LICENSE")
-# Sizes of no other test's, so that none of the programs is there already.
-OTHER = dataclasses.replace(TINY, model=dataclasses.replace(MODEL, layers=1, width=24), context=24, steps=3)
-
-
-@pytest.fixture
-def compiled():
-    """How often a program of each name is compiled; without JAX's cache on disk, which would hide a second time."""
-    found = collections.Counter()
-
-    def count(event: str, duration_secs: float, **given: Any) -> None:
-        if event == COMPILED and duration_secs:
-            found[given["fun_name"].removeprefix("jit(").removesuffix(")")] += 1
-
-    before = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009 - pyright does not know it
-    jax.config.update("jax_enable_compilation_cache", False)
-    jax.monitoring.register_event_duration_secs_listener(count)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(count)
-    jax.config.update("jax_enable_compilation_cache", before)
-
-
-def test_a_language_model_run(compiled, tmp_path, monkeypatch):
-    """The state, both keys, step, evaluate, and the sampler: nothing twice, and few others."""
-    monkeypatch.setitem(PRESETS, "other", OTHER)
-    train_lm.main(preset="other", data=[LICENSE], out=tmp_path, backend="xla")
-    once = ("step", "evaluate", "_prefill", "advance", "_converted")
-    assert [compiled[name] for name in once] == len(once) * [1]
-    assert sum(compiled.values()) < 30, compiled
-    first, *others = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert first["compile_s"] > 0
-    assert all("compile_s" not in row for row in others)
-
-
-def test_an_image_run(compiled, tmp_path, monkeypatch):
-    tiny = {"layers": 1, "width": 24, "heads": 1, "tokens": 72, "images": 4, "sample_steps": 1}
-    monkeypatch.setitem(DIT_PRESETS, "one", train_dit.DiTPreset(**tiny, **rates(2, 1e-3, 1, 2)))
-    train_dit.main(preset="one", out=tmp_path, backend="xla")
-    assert [compiled[name] for name in ("step", "evaluate", "_drawn")] == [1, 1, 1]
-    assert sum(compiled.values()) < 10, compiled
-
-
-@pytest.mark.usefixtures("tiny")
-def test_a_resumed_run(compiled, tmp_path, whole, monkeypatch):
-    """With a checkpoint's arrays it takes the programs of a new run. A finished one compiles no step."""
-    started, start = [], Compiling.start
-    record = lambda self, name, *given: (started.append(name), start(self, name, *given))
-    monkeypatch.setattr(Compiling, "start", record)
-    out = Path(shutil.copytree(whole, tmp_path / "out"))
-    train(out, save_every=EVERY, resume=True)
-    assert started == []
-    for step in ("4", "5"):
-        shutil.rmtree(out / "checkpoints" / step)
-    shutil.rmtree(out / "checkpoint-hf")
-    train(out, save_every=EVERY, resume=True)
-    assert started == ["step", "evaluate"]
-    assert compiled["step"] == compiled["evaluate"] == 0  # `whole` has compiled them
+from tests.models.interrupted_run import train
 
 
 def test_its_own_line_while_it_compiles(monkeypatch):

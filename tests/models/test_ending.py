@@ -24,35 +24,33 @@ def at_step(monkeypatch, chosen: int, do) -> None:
     monkeypatch.setattr(loop, "make_step", watched_steps(loop.make_step, wrap))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_first_and_the_run_goes_on_to_the_same_bits(number, whole, tmp_path, monkeypatch, capsys):
+def stopped_by(number: signal.Signals, step: int, out: Path, capsys, **options) -> str:
+    """The last line of a run that a signal stops before a step."""
     before = [signal.getsignal(which) for which in ending.SIGNALS]
-    with monkeypatch.context() as patch:
-        at_step(patch, 3, lambda: os.kill(os.getpid(), number))
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, step, lambda: os.kill(os.getpid(), number))
         patch.setattr(sys, "argv", ["train", "lm", "--out", "a folder"])
         with pytest.raises(typer.Exit) as caught:
-            train(tmp_path, save_every=EVERY)
+            train(out, **options)
     assert caught.value.exit_code == 128 + number
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line == (
-        f"Stopped by {number.name}. The checkpoint of step 3 is kept; go on with: "
+    assert [signal.getsignal(which) for which in ending.SIGNALS] == before
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_signal_saves_first_and_the_run_goes_on_to_the_same_bits(whole, tmp_path, capsys):
+    assert stopped_by(signal.SIGTERM, 3, tmp_path, capsys, save_every=EVERY) == (
+        "Stopped by SIGTERM. The checkpoint of step 3 is kept; go on with: "
         "python -m models.train lm --out 'a folder' --resume"
     )
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
-    assert [signal.getsignal(which) for which in ending.SIGNALS] == before
     train(tmp_path, save_every=EVERY, resume=True)
     model = lambda out: (out / "checkpoint-hf" / "model.safetensors").read_bytes()
     assert model(tmp_path) == model(whole)
 
 
-def test_without_checkpoints_nothing_is_saved(tmp_path, monkeypatch, capsys):
-    at_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(typer.Exit):
-        train(tmp_path)
-    assert (
-        capsys.readouterr().out.splitlines()[-1]
-        == "Stopped by SIGTERM. Nothing was saved: with --save-every N a run writes checkpoints."
-    )
+def test_without_checkpoints_nothing_is_saved(tmp_path, capsys):
+    line = stopped_by(signal.SIGINT, 2, tmp_path, capsys)
+    assert line == "Stopped by SIGINT. Nothing was saved: with --save-every N a run writes checkpoints."
 
 
 def test_a_second_signal_ends_the_process():

@@ -12,15 +12,10 @@ import typer
 from models.training import loop
 from models.training.finite import NotFinite, Watch
 from models.training.report import MetricsLog, plot_report
+from tests.models.commands import rows_of
 from tests.models.interrupted_run import train, watched_steps
 
 pytestmark = pytest.mark.usefixtures("tiny")
-
-
-def rows_of(out) -> list[dict]:
-    """Of strict JSON."""
-    text = (out / "metrics.jsonl").read_text()
-    return [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in text.splitlines()]
 
 
 def spoil(monkeypatch, field: str, steps: set[int], value: float) -> None:

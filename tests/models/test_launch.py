@@ -22,6 +22,8 @@ from models.distributed import device_memory
 from models.distributed.processes import initialize
 from models.training import launch, loop
 from models.training import lm as train_lm
+from models.training.compiling import Compiling
+from tests.models.commands import compilations, rows_of
 from tests.models.interrupted_run import EVERY, train
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -30,8 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 def lines_of(out: Path) -> list[dict]:
     return [
-        {key: value for key, value in json.loads(line).items() if key not in ("tokens_per_s", "compile_s")}
-        for line in (out / "metrics.jsonl").read_text().splitlines()
+        {key: value for key, value in row.items() if key not in ("tokens_per_s", "compile_s")} for row in rows_of(out)
     ]
 
 
@@ -45,12 +46,21 @@ def state_of(out: Path, step: int) -> dict[str, jax.Array]:
         )
 
 
-def test_a_run_goes_on_to_the_same_bits(whole, tmp_path):
+def test_a_run_goes_on_to_the_same_bits(whole, tmp_path, monkeypatch):
+    """And with the programs of the run before. One that has ended starts none."""
+    started, start = [], Compiling.start
+    record = lambda self, name, *given: (started.append(name), start(self, name, *given))
+    monkeypatch.setattr(Compiling, "start", record)
     out = Path(shutil.copytree(whole, tmp_path / "out"))
+    train(out, save_every=EVERY, resume=True)
+    assert started == []
     for step in ("4", "5"):
         shutil.rmtree(out / "checkpoints" / step)
     shutil.rmtree(out / "checkpoint-hf")
-    train(out, save_every=EVERY, resume=True)
+    with compilations() as compiled:
+        train(out, save_every=EVERY, resume=True)
+    assert started == ["step", "evaluate"]
+    assert compiled["step"] == compiled["evaluate"] == 0
     assert lines_of(out) == lines_of(whole)
     jax.tree.map(np.testing.assert_array_equal, state_of(out, 5), state_of(whole, 5))
     assert (out / "checkpoint-hf" / "model.safetensors").read_bytes() == (
@@ -189,17 +199,14 @@ def test_several_processes_need_a_mesh(monkeypatch, tmp_path):
         train(tmp_path, coordinator="host:1", processes=2, process_id=0)
 
 
-@pytest.mark.parametrize("flags", ["", "--xla_cpu_max_isa=AVX2"])
-def test_temporaries_may_have_any_free_memory(monkeypatch, flags):
-    """XLA would end the process for an option that it does not know."""
-    monkeypatch.setenv("XLA_FLAGS", flags)
-    device_memory.disable_partitioning()
-    device_memory.disable_partitioning()
-    chosen = os.environ["XLA_FLAGS"].split()
+def test_temporaries_may_have_any_free_memory(monkeypatch):
+    """XLA would end the two processes above for an option that it does not know."""
     partitioned = ["--xla_gpu_enable_allocator_spatial_partitioning=false"] if jax.__version_info__ >= (0, 11) else []
-    assert chosen == flags.split() + partitioned
-    if flags:
-        subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], check=True)
+    for flags in ("", "--xla_cpu_max_isa=AVX2"):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        device_memory.disable_partitioning()
+        device_memory.disable_partitioning()
+        assert os.environ["XLA_FLAGS"].split() == flags.split() + partitioned
 
 
 def test_nobody_says_who_takes_part(monkeypatch):

@@ -18,6 +18,7 @@ from models.training import loop
 from models.training.loop import Metrics, make_step, prefetched
 from models.training.presets import Preset, of_bytes, rates
 from models.training.report import MetricsLog, plot_report
+from tests.models.commands import rows_of
 
 DENSE = dataclasses.replace(
     of_bytes(layers=1, width=8, heads=2, experts=1, top_k=1, hidden=8), experts=0, top_k=0, backend="xla"
@@ -45,10 +46,6 @@ def test_steps_of_unequal_data_share_two_programs():
     assert step._cache_size() == len(lengths) == len(rows) == 2
 
 
-def lines_of(out) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def add_steps(log: MetricsLog, first: int, last: int) -> None:
     """Of four steps a reading, with a held-out loss after each."""
     for done in range(first + 3, last + 1, 4):
@@ -69,8 +66,8 @@ def test_a_log_that_is_taken_up_again_is_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: later)  # another second, another file
     with MetricsLog(tmp_path / "half", 8, say=pytest.fail) as again:
         add_steps(again, 9, 16)
-    rows = lines_of(tmp_path / "half")
-    assert rows == lines_of(tmp_path / "whole") == again.history.rows
+    rows = rows_of(tmp_path / "half")
+    assert rows == rows_of(tmp_path / "whole") == again.history.rows
     assert [row["step"] for row in rows] == list(range(1, 17))
     assert again.history.heldout == [(4, 1.0), (8, 2.0), (12, 3.0), (16, 4.0)]
     assert len(again.history.loads) == 8
@@ -85,7 +82,7 @@ def test_a_new_run_begins_a_new_log(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 77.0}\n')
     with MetricsLog(tmp_path, 0) as log:
         assert log.history.rows == []
-    assert lines_of(tmp_path) == []
+    assert rows_of(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["s3:run", "gs:[run]"])
@@ -106,7 +103,7 @@ def test_a_damaged_log(tmp_path):
     said = []
     with MetricsLog(tmp_path, 5, say=said.append) as log:
         assert [row["step"] for row in log.history.rows] == [1, 3, 5]
-    assert [row["step"] for row in lines_of(tmp_path)] == [1, 3, 5]
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 3, 5]
     (line,) = said
     assert line.startswith(f"{tmp_path / 'metrics.jsonl'} lacks 2 of the 5 steps")
     assert np.isnan(log.history.last_heldout)

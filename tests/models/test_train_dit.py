@@ -1,7 +1,6 @@
 """`python -m models.train dit` on a tiny model: it learns, compiles once, draws images, and images are independent."""
 
 import functools
-import json
 import re
 
 import jax
@@ -19,7 +18,7 @@ from models.training import loop
 from models.training.dit import DitOptions, choose, main, sample
 from models.training.presets import DIT_PRESETS, DiTPreset, rates
 from tests.arrays import drawn_like
-from tests.models.commands import check_step, watched
+from tests.models.commands import check_step, rows_of, watched
 
 PATCH, LONGEST = 2, 12
 TINY = DiTPreset(layers=1, width=16, heads=2, tokens=40, images=6, ema=0.9, sample_steps=3, **rates(40, 1e-2, 3, 20))
@@ -63,7 +62,7 @@ def test_loss_falls(command):
 
 
 def test_step(command):
-    check_step(command)
+    check_step(command, "_drawn", most=9)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +133,7 @@ def test_over_a_mesh_from_its_own_configuration_and_images_of_a_folder(tmp_path,
     run()
     assert "18 images to train on, 2 held out, 2 classes" in capsys.readouterr().out
     assert (out / "samples.png").exists()
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(out)
     assert [row["step"] for row in rows] == [1, 2]
     assert all(60 < row["tokens"] <= 160 and row["fill"] == pytest.approx(row["tokens"] / 160) for row in rows)
     assert rows[0]["heldout"] == pytest.approx(4 / 3, abs=0.3), "noise of variance one, pixels of a third"

@@ -45,6 +45,15 @@ def on_one_device(folder) -> nnx.State:
     return nnx.state(hf.load(folder)[1])
 
 
+def check_split(state, wanted, mesh) -> None:
+    """The arrays are those wanted, split as the mesh splits parameters."""
+    for (path, ours), whole, split in zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(wanted), jax.tree.leaves(shardings(state, mesh)), strict=True
+    ):
+        assert ours.sharding.is_equivalent_to(split, ours.ndim), path
+        np.testing.assert_array_equal(ours, whole, err_msg=str(path))
+
+
 @needs_four
 @pytest.mark.parametrize(
     ("shape", "small"),
@@ -54,13 +63,7 @@ def on_one_device(folder) -> nnx.State:
 def test_parameters_are_split_as_they_are_read(shape, small, folder, on_one_device, monkeypatch):
     monkeypatch.setattr(hf_place, "SMALL", small)
     mesh, wanted = make_mesh(shape), on_one_device
-    _, model = hf.load(folder, mesh=mesh)
-    state = nnx.state(model)
-    for (path, ours), whole, split in zip(
-        jax.tree.leaves_with_path(state), jax.tree.leaves(wanted), jax.tree.leaves(shardings(state, mesh)), strict=True
-    ):
-        assert ours.sharding.is_equivalent_to(split, ours.ndim), path
-        np.testing.assert_array_equal(ours, whole, err_msg=str(path))
+    check_split(nnx.state(hf.load(folder, mesh=mesh)[1]), wanted, mesh)
 
 
 @needs_four
@@ -74,11 +77,7 @@ def test_a_training_state_from_a_checkpoint_is_split_from_the_start(folder, monk
     _, shapes, create = train_lm.LmTask(preset).start(mesh)
     state = create()
     assert jax.tree.map(lambda x: x.sharding, shapes) == jax.tree.map(lambda x: x.sharding, state)
-    for (path, ours), alone, split in zip(
-        jax.tree.leaves_with_path(state), jax.tree.leaves(wanted), jax.tree.leaves(shardings(state, mesh)), strict=True
-    ):
-        assert ours.sharding.is_equivalent_to(split, ours.ndim), path
-        np.testing.assert_array_equal(ours, alone, err_msg=str(path))
+    check_split(state, wanted, mesh)
 
 
 @pytest.mark.parametrize(("dtype", "small"), [("bfloat16", 0), ("float16", 1 << 24)], ids=["updates", "whole"])

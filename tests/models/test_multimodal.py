@@ -12,7 +12,7 @@ from flax import nnx
 from jaxops.nn import AmaxHistory
 from models.dit.model import position_embedding, waves
 from models.multimodal.interleaved import Batch, Document, Room, Tokens, captioned, illustrated, lay_out
-from models.multimodal.loss import loss_fn, losses_of
+from models.multimodal.loss import loss_fn
 from models.multimodal.model import Multimodal, MultimodalConfig, layout_of
 from tests.arrays import put
 from tests.compare import assert_close
@@ -170,18 +170,23 @@ def test_gradients_are_those_of_a_dense_reference():
         assert_close(one, other, "float32", jax.tree_util.keystr(path), scale=30)
 
 
+NOISE_KEY = jax.random.key(1)
+
+
+@jax.jit
+@functools.partial(jax.value_and_grad, has_aux=True)
+def loss_and_gradient(state, batch, image_weight, reading_noise):
+    """The loss with that of balancing; the loss alone, and the routing."""
+    model = nnx.merge(nnx.split(model_of(CONFIG))[0], state)
+    how = {"image_weight": image_weight, "time_shift": 3.0, "reading_noise": reading_noise}
+    loss, routed = loss_fn(model, batch, NOISE_KEY, **how)
+    return loss + jnp.sum(routed.aux_loss), (loss, routed)
+
+
 def test_loss_is_of_predicted_tokens_and_drawn_patches():
     """From the model's outputs for the same noise; an image that is read is clean, others have their own time."""
-    model, key = model_of(CONFIG), jax.random.key(1)
-    graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def run(state, batch):
-        model, how = nnx.merge(graphdef, state), {"time_shift": 3.0, "reading_noise": 0.0}
-        return losses_of(model, batch, key, **how), loss_fn(model, batch, key, image_weight=2.0, **how)[0]
-
-    (losses, routed), loss = run(state, BATCH)
-    drawn_key, _, noise_key = jax.random.split(key, 3)
+    model = model_of(CONFIG)
+    drawn_key, _, noise_key = jax.random.split(NOISE_KEY, 3)
     odds = 3 * jnp.exp(jax.random.normal(drawn_key, (ROOM.segments,)))
     time = odds / (1 + odds) * ~BATCH.is_read
     assert float(time[1]) == 0
@@ -193,10 +198,14 @@ def test_loss_is_of_predicted_tokens_and_drawn_patches():
     predicted = BATCH.targets >= 0
     entropies = -jax.nn.log_softmax(logits)[BATCH.predicting[predicted], BATCH.targets[predicted]]
     errors = jnp.mean((velocity - (noise - BATCH.patches))[start:end] ** 2, axis=1)
-    assert (int(losses.predictions), int(losses.patches)) == (predicted.sum(), 3)
-    assert float(losses.text) == pytest.approx(float(jnp.sum(entropies)), rel=1e-4)
-    assert float(losses.image) == pytest.approx(float(jnp.sum(errors)), rel=1e-4)
-    assert float(loss) == pytest.approx(float(losses.text + 2 * losses.image) / int(BATCH.counted()), rel=1e-5)
+    counted, text, image = int(BATCH.counted()), float(jnp.sum(entropies)), float(jnp.sum(errors))
+    assert counted == predicted.sum() + 3
+    found = [loss_and_gradient(nnx.state(model), BATCH, image_weight, 0.0)[0][1] for image_weight in (0.0, 1.0, 2.0)]
+    none, once, twice = (counted * float(loss) for loss, _ in found)
+    assert none == pytest.approx(text, rel=1e-4)
+    assert twice - none == pytest.approx(2 * image, rel=1e-4)
+    assert once == pytest.approx((none + twice) / 2, rel=1e-5)
+    routed = found[0][1]
     np.testing.assert_array_equal(routed.load.sum(axis=1), CONFIG.layers * [CONFIG.top_k * END])
     assert routed.load.shape == (2, 5)
     text_rows = END - 7
@@ -204,20 +213,9 @@ def test_loss_is_of_predicted_tokens_and_drawn_patches():
 
 
 def test_rows_after_the_documents_reach_nothing():
-    model, key = model_of(CONFIG), jax.random.key(1)
-    graphdef, state = nnx.split(model)
-
-    def loss(state, batch):
-        value, routed = loss_fn(
-            nnx.merge(graphdef, state), batch, key, image_weight=2.0, time_shift=1.0, reading_noise=0.5
-        )
-        return value + jnp.sum(routed.aux_loss)
-
-    both = jax.jit(jax.value_and_grad(loss))
-    tokens, patches = BATCH.tokens.at[END:].set(7), BATCH.patches.at[END:].set(jnp.nan)
-    jax.tree.map(
-        np.testing.assert_array_equal, both(state, BATCH), both(state, BATCH._replace(tokens=tokens, patches=patches))
-    )
+    spoilt = BATCH._replace(tokens=BATCH.tokens.at[END:].set(7), patches=BATCH.patches.at[END:].set(jnp.nan))
+    clean, same = (loss_and_gradient(nnx.state(model_of(CONFIG)), batch, 2.0, 0.5) for batch in (BATCH, spoilt))
+    jax.tree.map(np.testing.assert_array_equal, clean, same)
 
 
 def test_an_even_load_has_the_smallest_balancing_loss():

@@ -22,6 +22,11 @@ def i32(*sizes: int) -> jax.ShapeDtypeStruct:
     return shape(*sizes, dtype="int32")
 
 
+def normal(seed: int, *shape: int, dtype="float32") -> jax.Array:
+    """Normal numbers, drawn by numpy."""
+    return put(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
 def drawn_like(shapes, rng: np.random.Generator, scale: float = 1.0):
     """Normal numbers in place of a tree's arrays or shapes, as of `nnx.eval_shape`: nothing is compiled."""
     return jax.tree.map(lambda x: put(rng.normal(scale=scale, size=x.shape), x.dtype), shapes)

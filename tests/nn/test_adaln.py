@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxops.nn import AdaLayerNorm, AdaLNZeroBlock, AdaRMSNorm, MoE, Router
 from jaxops.ops.adaln import Plan
-from tests.arrays import put
+from tests.arrays import normal
 from tests.compare import assert_close
 from tests.contracts.entry import reference
 
@@ -24,12 +24,8 @@ WITHOUT_BIAS = functools.partial(nnx.Linear, use_bias=False)
 apply = nnx.jit(lambda module, x, cond, offsets: module(x, cond, offsets))
 
 
-def numbers(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
-    return put(np.random.default_rng(seed).normal(size=shape), dtype)
-
-
 def init(key, shape, dtype) -> jax.Array:
-    return numbers(7, *shape, dtype=dtype) / 2
+    return normal(7, *shape, dtype=dtype) / 2
 
 
 def offsets() -> jax.Array:
@@ -37,7 +33,7 @@ def offsets() -> jax.Array:
 
 
 def inputs(per_token: bool = False, dtype=jnp.float32, columns: int = C) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return numbers(0, T, D, dtype=dtype), numbers(1, T if per_token else B, columns, dtype=dtype), offsets()
+    return normal(0, T, D, dtype=dtype), normal(1, T if per_token else B, columns, dtype=dtype), offsets()
 
 
 class Mixer(nnx.Module):
@@ -67,7 +63,7 @@ def norm_layer(norm: str, **options) -> AdaLayerNorm | AdaRMSNorm:
     head_bias = None if module.cond_features is None else module.modulation.bias
     for i, param in enumerate((head_bias, module.weight, module.bias)):
         if param is not None:
-            param[...] = numbers(20 + i, *param.shape, dtype=param.dtype)
+            param[...] = normal(20 + i, *param.shape, dtype=param.dtype)
     return module
 
 
@@ -206,7 +202,7 @@ def test_a_mixer_with_offsets_of_its_own():
 
 def test_as_many_sequences_as_rows():
     """Then `per` says whose a condition is. Of the sequences all but the third are empty."""
-    x, cond, each = numbers(0, 5, D), numbers(1, 5, C), jnp.array([0, 0, 0, 5, 5, 5], jnp.int32)
+    x, cond, each = normal(0, 5, D), normal(1, 5, C), jnp.array([0, 0, 0, 5, 5, 5], jnp.int32)
     norm = functools.partial(norm_layer, "layer")
     zero_block = functools.partial(AdaLNZeroBlock, D, C, lambda y, offsets: y, lambda y: y, rngs=nnx.Rngs(0))
     for make in (norm, zero_block):

@@ -9,17 +9,13 @@ import pytest
 from flax import nnx
 
 from jaxops.nn import AmaxHistory, Fp8DotGeneral, Fp8Linear
-from tests.arrays import put
+from tests.arrays import normal
 
 M, IN, OUT = 24, 160, 96
 OFFSETS = (0, 7, 7, 20)  # group 1 is empty, the last four rows are in no group
 
 # Compiled whole: operation by operation, JAX would compile every one of them.
 apply = nnx.jit(lambda layer, *args: layer(*args))
-
-
-def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
-    return put(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def rms_error(got, want) -> float:

@@ -11,16 +11,12 @@ from flax import linen, nnx
 
 import jaxops
 from jaxops.nn import AdaLNZeroBlock, Fp8DotGeneral, Fp8Linear, MoE, Router
-from tests.arrays import put
+from tests.arrays import normal
 
 pytestmark = pytest.mark.versions
 
 T, D, C, B, E, F = 13, 8, 6, 4, 4, 12
 OFFSETS = (0, 5, 5, 6, 11)  # one sequence is empty, the last two rows are in none
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return put(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 class Bare(nnx.Module):

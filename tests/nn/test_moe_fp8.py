@@ -3,14 +3,13 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxops.nn import MoE, Router, moe
-from tests.arrays import put
+from tests.arrays import normal
 from tests.parallel.cases import mesh_of
 
 # More columns than a block of 128 has; expert 3 has no rows.
@@ -23,10 +22,6 @@ def make(**options) -> MoE:
     assert router.selection_bias is not None
     router.selection_bias[...] = router.selection_bias[...].at[EMPTY].set(-9.0)
     return MoE(E, D, F, router=router, recipe="blockwise", **options, rngs=rngs)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return put(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def test_options_reach_the_op(monkeypatch):

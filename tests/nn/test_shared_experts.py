@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxops.nn import SharedExperts
-from tests.arrays import put
+from tests.arrays import normal
 from tests.compare import assert_close
 
 # More columns than a block of 128 has.
@@ -19,10 +19,6 @@ T, D, F = 36, 136, 150
 def make(recipe: str | None = None, **options) -> SharedExperts:
     how = {"gated": True, "precision": "highest" if recipe is None else None} | options
     return SharedExperts(D, F, recipe=recipe, **how, rngs=nnx.Rngs(0))
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return put(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 X, DOUT = normal(1, T, D), normal(2, T, D)

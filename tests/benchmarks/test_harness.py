@@ -68,7 +68,7 @@ def test_a_variant_that_raises_is_left_out_with_its_reason(capsys):
 def test_what_does_not_fit_is_refused(monkeypatch):
     stats = {"bytes_limit": 80_000_000_000, "bytes_in_use": 2_000_000_000}
     device = type("Device", (), {"memory_stats": lambda self: stats})()
-    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
     harness.demand_room(78_000_000_000, "state")
     with pytest.raises(MemoryError, match=r"needs 78\.1 GB of state, 78\.0 GB are left"):
         harness.demand_room(78_100_000_000, "state")

@@ -33,12 +33,13 @@ def initialize(coordinator: str | None = None, processes: int | None = None, pro
 
 def _has_all() -> bool:
     """Whether the process has all GPUs that it sees; by JAX's rule a cluster's process has the one with its number."""
-    given = os.environ.get
-    if given("JAX_LOCAL_DEVICE_IDS"):
+    said = os.environ
+    if said.get("JAX_LOCAL_DEVICE_IDS"):
         return False
-    tasks, hosts, beside = map(given, ("SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "OMPI_COMM_WORLD_LOCAL_SIZE"))
-    sees = given("CUDA_VISIBLE_DEVICES", "")
-    return (tasks is not None and tasks == hosts) or beside == "1" or (bool(sees) and "," not in sees)
+    one_a_host = "SLURM_NTASKS" in said and said["SLURM_NTASKS"] == said.get("SLURM_STEP_NUM_NODES")
+    alone = one_a_host or said.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    visible = said.get("CUDA_VISIBLE_DEVICES", "")
+    return alone or (visible != "" and "," not in visible)
 
 
 def is_first() -> bool:

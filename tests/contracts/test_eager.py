@@ -1,12 +1,10 @@
 """Ops with numpy arrays and without jit, layers under jit: results, all gradients, values outside, recompilation."""
 
-import contextlib
-from collections.abc import Iterator
-
 import jax
 import numpy as np
 import pytest
 
+from tests.compilations import compilations
 from tests.contracts.run import (
     EVERYTHING,
     bits,
@@ -21,22 +19,6 @@ from tests.contracts.run import (
 )
 
 pytestmark = pytest.mark.versions
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
-    """What XLA compiles inside, or loads from the cache on disk."""
-    found = []
-
-    def listener(event: str, seconds: float, **_) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
 
 
 # What calls the backends is one code for all of them: interpreted kernels have the rest in test_transforms.py.
@@ -59,4 +41,4 @@ def test_results_and_gradients(name, way):
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves((results, gradients)), strict=True):
         np.testing.assert_array_equal(bits(a), bits(b))
     check_outside(op, arguments, results, gradients, spoilt)
-    assert not compiled, f"calls after the first one compile {len(compiled)} programs"
+    assert not compiled, f"calls after the first one compile {dict(compiled)}"

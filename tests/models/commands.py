@@ -4,7 +4,7 @@ import collections
 import contextlib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,34 +13,13 @@ import numpy as np
 import pytest
 
 from models.training import loop
+from tests.compilations import compilations
 
 
 def rows_of(out: Path) -> list[dict]:
     """The rows of a run's log, which is strict JSON."""
     text = (out / "metrics.jsonl").read_text("utf-8")
     return [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in text.splitlines()]
-
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[collections.Counter[str]]:
-    """How often a program of each name is compiled; without JAX's cache on disk, which would hide a second time."""
-    found = collections.Counter()
-
-    def count(event: str, duration_secs: float, **given: Any) -> None:
-        if event == COMPILED and duration_secs:
-            found[given["fun_name"].removeprefix("jit(").removesuffix(")")] += 1
-
-    before = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009 - pyright does not know it
-    jax.config.update("jax_enable_compilation_cache", False)
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
-        jax.config.update("jax_enable_compilation_cache", before)
 
 
 class Command(NamedTuple):
@@ -60,15 +39,13 @@ def watched(out: Path, run: Callable[[], None]) -> Command:
     def guarded_step(*given):
         seen.update(step=make_step(*given))
 
-        class Guarded:
-            trace = seen["step"].trace  # compiled ahead
+        def step(state, batch, key):
+            seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
+            with jax.transfer_guard("disallow"):
+                return seen["step"](state, batch, key)
 
-            def __call__(self, state, batch, key):
-                seen.setdefault("first", (jax.tree.map(np.array, state), batch, key))
-                with jax.transfer_guard("disallow"):
-                    return seen["step"](state, batch, key)
-
-        return Guarded()
+        step.trace = seen["step"].trace  # compiled ahead
+        return step
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), compilations() as compiled:
         patch.setattr(loop, "make_step", guarded_step)

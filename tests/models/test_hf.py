@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,7 @@ def test_a_checkpoint_that_is_loaded_and_saved_is_the_same(name, max_bytes, tmp_
     architecture, model = hf.load(DATA / name)
     hf.save(tmp_path, architecture, model, max_bytes=max_bytes)
     files = sorted(tmp_path.glob("*.safetensors"))
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=tmp_path, check=True)
     assert (len(files) > 3) == (max_bytes == 4000)
     before, after = stored(DATA / name), stored(tmp_path)
     assert set(before) == set(after)

@@ -23,7 +23,8 @@ from models.distributed.processes import initialize
 from models.training import launch, loop
 from models.training import lm as train_lm
 from models.training.compiling import Compiling
-from tests.models.commands import compilations, rows_of
+from tests.compilations import compilations
+from tests.models.commands import rows_of
 from tests.models.interrupted_run import EVERY, train
 
 pytestmark = pytest.mark.usefixtures("tiny")

@@ -7,6 +7,7 @@ from flax import nnx
 
 from jaxops._lib.hlo import Module, module_of
 from jaxops.profiling.scopes import Scope, own_metadata, scope_of, scopes_of
+from tests.configured import configured
 
 pytestmark = pytest.mark.versions
 
@@ -41,14 +42,9 @@ class Mlp(nnx.Module):
 
 
 def test_without_named_scopes_the_classes_of_the_stack_are_the_path():
-    before = jax.config.values["jax_traceback_in_locations_limit"]
-    jax.config.update("jax_traceback_in_locations_limit", 10)
-    try:
-        with own_metadata():  # not those of an equal program on disk
-            step = jax.jit(jax.grad(lambda model, x: model(x).sum()))
-            module = module_of(step.lower(Mlp(nnx.Rngs(0)), jnp.ones((4, 8))).compile().runtime_executable())
-    finally:
-        jax.config.update("jax_traceback_in_locations_limit", before)
+    with configured(jax_traceback_in_locations_limit=10), own_metadata():  # not those of an equal program on disk
+        step = jax.jit(jax.grad(lambda model, x: model(x).sum()))
+        module = module_of(step.lower(Mlp(nnx.Rngs(0)), jnp.ones((4, 8))).compile().runtime_executable())
     # pytest's own classes stand before them.
     scopes = {(scope.path[-2:], scope.stage) for scope in map(scopes_of(module), module.instructions.values())}
     assert (("Mlp", "Linear"), "forward") in scopes
